@@ -45,14 +45,18 @@ WHOLE = {"getattr", "vars", "__dict__", "globals", "eval", "exec"}  # who names 
 
 
 def code_of(method: type) -> dict[str, int | str]:
-    """Return, for each class that ``method`` is made of, its ``version`` if it is the kit's, else its code's digest."""
+    """Return, for each class that ``method`` is made of, its ``version`` if it is the kit's, else its code's digest.
+
+    And the digests of functions and classes of one's own that were put into one of the kit's, or into its module.
+    """
     out: dict[str, int | str] = {}
     for cls in method.__mro__:
-        whose = _class_owner(cls)
-        if whose == "own":
+        if (whose := _class_owner(cls)) == "own":
             out[cls.__name__] = digest_of(cls, method.__mro__)
-        elif whose == "kit" and "version" in vars(cls):
-            out[cls.__name__] = cls.version
+        elif whose == "kit":
+            out |= {cls.__name__: vars(cls)["version"]} if "version" in vars(cls) else {}
+            places = {**vars(sys.modules[cls.__module__]), **vars(cls)}
+            out |= {f"{cls.__name__}.{name}": digest_of(x) for name, x in places.items() if _is_own(x)}
     return out
 
 
@@ -185,9 +189,8 @@ class _Walk:
             raise _Unreadable(f"a function that imports, or reads, what is not written in it, by {computed[0]}")
         if any(name == "torch" or f.__globals__.get(name) is torch for name in operators):
             raise _Unreadable("a function that uses an operator of torch.ops whose code is not known")
-        for name in sorted(read & f.__globals__.keys()):
-            if not name.startswith("__"):
-                yield from self.named(name, f.__globals__[name], used)
+        for name in sorted(k for k in read & f.__globals__.keys() if not k.startswith("__")):
+            yield from self.named(name, f.__globals__[name], used)
         for wanted in imports:
             if isinstance(module := _imported(wanted, f.__globals__), str):
                 self.met("library", module)
@@ -306,11 +309,21 @@ def _counts(name: str, x: object, c: type) -> bool:
         return isinstance(x, types.FunctionType) and owner(x.__code__.co_filename) == "own"
     if not name.startswith("__") or name.startswith("__annotate"):  # Python 3.14's annotations, to be evaluated
         return not name.startswith("__")
-    parts = next((names for of, names in PARTS.items() if isinstance(x, of)), None)
-    f = getattr(x, parts[0]) if parts else x
-    if not isinstance(f, types.FunctionType) or _made(f):
+    if not isinstance(f := _inner(x), types.FunctionType) or _made(f):
         return False
-    return owner(f.__code__.co_filename) == "own" or (bool(f.__closure__) and name != "__repr__")
+    return _is_own(f) or (bool(f.__closure__) and name != "__repr__")
+
+
+def _inner(x: object) -> object:
+    """Return the function that a method, a property or a cached function ``x`` is made of; else ``x`` itself."""
+    return next((getattr(x, names[0]) for of, names in PARTS.items() if isinstance(x, of)), x)
+
+
+def _is_own(x: object) -> bool:
+    """Return whether ``x`` is a class or a function of one's own."""
+    if isinstance(f := _inner(x), types.FunctionType):
+        return not _made(f) and owner(f.__code__.co_filename) == "own"
+    return isinstance(f, type) and _class_owner(f) == "own"
 
 
 def _is_plain(value: object) -> bool:

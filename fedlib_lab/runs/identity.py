@@ -167,9 +167,8 @@ def differences(e: Experiment, there: Inputs, here: Inputs) -> dict[str, list[st
     """Return what differs, by kind; what either does not say is not compared."""
     found: dict[str, list[str]] = {kind: [] for kind in KINDS}
     old, new = there.get("options", {}), here.get("options", {})
-    for k in sorted(old.keys() & new.keys()):
-        if old[k] != new[k]:
-            found["options"].append(f"method option {k}: {old[k]!r} there, {new[k]!r} here")
+    other = sorted(k for k in old.keys() & new.keys() if old[k] != new[k])
+    found["options"] = [f"method option {k}: {old[k]!r} there, {new[k]!r} here" for k in other]
     if "method" in there and "method" in here:
         found["method"] = _other_code(there["method"], here["method"])
     found["kit"] = other_rules(there, here)
@@ -188,7 +187,7 @@ def _differ(there: str, here: str) -> bool:
 
 
 def _other_code(there: Mapping[str, int | str], here: Mapping[str, int | str]) -> list[str]:
-    """List classes of one's own that differ, or are on one side only. The kit's versions: :func:`other_rules`."""
+    """List code of one's own that differs, or is on one side only. The kit's versions: :func:`other_rules`."""
     texts = []
     for name in sorted(there.keys() | here.keys()):
         a, b = there.get(name), here.get(name)
@@ -196,7 +195,7 @@ def _other_code(there: Mapping[str, int | str], here: Mapping[str, int | str]) -
             why = f" ({b})" if b.startswith(UNVERIFIED) else ""
             texts += [f"source of class {name}, or what it reads{why}"] if _differ(a, b) else []
         elif isinstance(a, str) or isinstance(b, str):
-            texts.append(f"class {name}: {'your own' if isinstance(a, str) else 'none of your own'} there, not here")
+            texts.append(f"{name}: your own {'there, not here' if isinstance(a, str) else 'here, not there'}")
     return texts
 
 

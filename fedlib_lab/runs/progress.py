@@ -164,9 +164,9 @@ class Terminal:
     def show(self, text: str, now: bool = False) -> None:
         """Show ``text``, ``now`` or if it is time for another line."""
         if text and (now or self.at is None or time.monotonic() - self.at >= LINE_SECONDS):
-            start = "\n" if self.at is None else ""  # the first stands below papermill's own bar
+            # the first stands below papermill's own bar
+            call_quietly(print, "\n" * (self.at is None) + text, file=self.file, flush=True)
             self.at = time.monotonic()
-            call_quietly(print, start + text, file=self.file, flush=True)
 
     def close(self) -> None:
         self.file.close()

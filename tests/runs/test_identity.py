@@ -12,7 +12,7 @@ from torch import nn
 
 from fedlib import Execution, build_federation, run, run_all, wrap
 from fedlib.core.storage import read_json, read_tensors, write_json, write_tensors
-from fedlib.methods import METHODS, register
+from fedlib.methods import METHODS, base, register
 from fedlib.methods.sliced.reefl import ReeFL
 from fedlib.models import registry
 from fedlib_lab.runs import code_digest as reached
@@ -182,6 +182,23 @@ def test_a_changed_default_or_version_of_the_kit_is_refused(tmp_path, monkeypatc
     monkeypatch.setitem(METHODS, "reefl", Changed)
     with pytest.raises(OtherInputs, match="method option temperature: 1.0 there, 2.0 here"):
         find_run(e, tmp_path)
+
+
+@pytest.mark.parametrize("where, name", [(ReeFL, "local_loss"), (base, "cross_entropies"), (base.Method, "remembers")])
+def test_what_stands_in_place_of_the_kits_code_is_part_of_the_run(where, name, tmp_path, monkeypatch):
+    """What was stored before was returned whatever one had put there, and what it trained was taken for the kit's."""
+    e, was = tiny(rounds=1), vars(where)[name]
+    train(e, tmp_path / "kits")
+    own = property(lambda self: True) if name == "remembers" else lambda *given: was(*given)
+    monkeypatch.setattr(where, name, own)
+    with pytest.raises(OtherInputs, match=rf"\.{name}: your own here, not there"):
+        train(e, tmp_path / "kits")
+    train(e, tmp_path / "own")
+    assert find_run(e, tmp_path / "own") is not None
+    monkeypatch.undo()
+    assert find_run(e, tmp_path / "kits") is not None
+    with pytest.raises(OtherInputs, match=rf"\.{name}: your own there, not here"):
+        find_run(e, tmp_path / "own")
 
 
 def test_options_that_came_or_went_since_are_not_compared(tmp_path):

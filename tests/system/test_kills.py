@@ -144,6 +144,7 @@ def test_ctrl_c_stops_every_thread_and_loses_one_round_at_most(tmp_path, monkeyp
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
+        monkeypatch.setenv("FEDLIB_ACCEPT", "method")  # what stands in the kit's place is part of a run
         monkeypatch.setattr(ReeFL, "local_update", endless)
         # the alarm of a thread's first endless step reaches the main thread, which waits for the cohorts
         with pytest.raises(KeyboardInterrupt):
