@@ -80,14 +80,13 @@ class Shapes:
 
     def traffic_mib(self, part: Slice, budget: int = 0) -> tuple[float, float]:
         """Return the MiB that a client of ``budget`` with ``part`` receives, and those that it sends."""
-        held, infos = self.held(part, self.trainable), self.setting.infos
-        kept = "statistic" if self.experiment.batch_norm == "local" else None  # what else stays with a client
+        e, held, infos = self.experiment, self.held(part, self.trainable), self.setting.infos
+        kept = "statistic" if e.batch_norm == "local" else None  # what else stays with a client
         shared = {n: p.numel() for n, p in held.items() if not self.method.personal(infos[n]) and infos[n].kind != kept}
-        client = Client(-1, budget, round(examples_per_client(self.experiment)))
-        down, up = self.method.travels(shared, client, self.setting, self.experiment)
+        down, up = self.method.travels(shared, Client(-1, budget, round(examples_per_client(e))), self.setting, e)
         own = not type(self.method).__module__.startswith(("fedlib.", "fedlib_lab."))
         if own or (self.method.needs_extras and type(self.method).travels is Method.travels):
-            beside = taken_by(self.experiment, budget)
+            beside = taken_by(e, budget)
             down, up = [*down, beside.received], [*up, beside.sent]
         return 4 * sum(down) / MIB, self.method.upload_bits(up) / 8 / MIB
 

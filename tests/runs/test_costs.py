@@ -122,6 +122,19 @@ def test_what_personal_methods_send_beside_the_model_is_counted():
     assert down == pytest.approx(up + 4 * 3 / 2**20)  # which exits are students
 
 
+@pytest.mark.parametrize(
+    "method, backbone", [("fedpac", "msdnet12_slim"), ("fedpac", "resnet8"), ("darkdistill", "deit_micro.w32")]
+)
+def test_what_goes_beside_the_model_is_charged_as_it_is_sent(method, backbone):
+    """Class means were as large as the last exit's largest weight, a convolution's; labels and difficulties were none."""
+    e = Experiment(method=method, dataset="cifar10", backbone=backbone, pretrained=False, num_clients=100)
+    e = e.replace(finetune="full", num_exits=2 if method == "darkdistill" else 1)
+    shapes = load_shapes(e, 10)
+    own = sum(p.numel() for n, p in shapes.trainable.items() if not shapes.method.personal(shapes.setting.infos[n]))
+    sent = 2 * 500 if method == "darkdistill" else taken_by(e, 0).sent
+    assert shapes.upload_mib(shapes.slices[-1], shapes.budgets - 1) == 4 * (own + sent) / 2**20
+
+
 def test_what_stays_with_a_client_is_not_charged():
     """FedBABU's exits, which are as they began, and statistics of batch norm that are a client's own."""
     mib = lambda method, norm="batch": [  # noqa: E731

@@ -38,11 +38,11 @@ class FedAMP(JointExits):
 
     def prepare(self, server: Server, r: Round) -> Tensors:
         """Mix the cloud models of the sampled clients, stacked."""
-        ids = [c.id for c in r.clients]
-        models = Overlay(server.mirrors, {INITIAL: server.params})
+        sent = next(iter(server.mirrors.values()), server.params)  # perhaps without batch norm's statistics
+        models = Overlay(server.mirrors, {INITIAL: {n: server.params[n] for n in sent}})
         origin = server.params if self.compare == "change" else None
         columns = torch.tensor(sorted(models))
-        mine = torch.tensor([i if i in server.mirrors else INITIAL for i in ids])
+        mine = torch.tensor([c.id if c.id in server.mirrors else INITIAL for c in r.clients])
         own = mine[:, None] == columns
         alike = cosines(models, mine.tolist(), origin).masked_fill((columns == INITIAL) & ~own, -torch.inf)
         return mixtures(models, weights_of(alike, self.own_share, self.sigma, own))

@@ -75,8 +75,8 @@ class FedPAC(JointExits):
     def travels(self, shared: Mapping[str, int], client: Client, setting: Setting, e: Experiment) -> Sizes:
         """Beside the body: down a head and prototypes; up a head, prototypes, class means, counts and the variance."""
         sizes = [*shared.values(), *(math.prod(i.shape) for i in setting.infos.values() if self.personal(i))]
-        last = [math.prod(i.shape) for i in setting.infos.values() if i.exit == setting.num_exits - 1]
-        classes, means = setting.axes["classes"].size, max(last)  # means of classes have the shape of its weight
+        read = torch.empty(1, 1, *setting.spec.feature(setting.exit_units[-1]), device="meta")
+        means = (classes := setting.axes["classes"].size) * vectors(setting.spec, read).shape[-1]
         return [*sizes, means + classes], [*sizes, 2 * means + classes + 1]
 
     def aggregate(self, server: Server, arrived: Arrived, r: Round) -> Server:

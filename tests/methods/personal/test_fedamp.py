@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fedlib import Execution, Experiment, build_federation, run_rounds
 from fedlib.methods.personal.fedamp import weights_of
 from tests.helpers.plain_personal import World, close, flat, mean_ce, two_rounds
 
@@ -43,3 +44,17 @@ def test_fedamp(compare):
     for k in w.clients:
         close(mirrors[k], own[k])
         close(memories[k], {f"model/{n}": x for n, x in own[k].items()})
+
+
+@pytest.mark.parametrize("compare", ["change", "weights"])
+def test_statistics_that_stay_with_clients_are_not_compared(compare):
+    """It was PyTorch's error of unequal sizes, in the first round of a client that took part and one that had not."""
+    e = Experiment(
+        method="fedamp", options={"compare": compare}, backbone="resnet8", finetune="full", pretrained=False, rounds=3,
+        batch_norm="local", num_train=24, num_test=10, num_clients=4, clients_per_round=2, num_exits=1, batch_size=4,
+    )  # fmt: skip
+    f = build_federation(e)
+    seen = [{c.id for c in f.sample_clients(t)} for t in (1, 2, 3)]
+    assert any(now & set().union(*seen[:t]) and now - set().union(*seen[:t]) for t, now in enumerate(seen))
+    *_, last = run_rounds(f, Execution(workers=1))
+    assert not last.diverged and last.metrics
