@@ -43,8 +43,7 @@ class FrozenCache:
     def bytes_needed(model: ExitModel, units: int, n: int, skips: Collection[int] = ()) -> int:
         """Return the memory of a full cache in bytes."""
         state, features, _ = _shapes(model, units, skips)
-        kept = [state] if units < model.depth else []
-        return 4 * n * sum(math.prod(shape) for shape in (*kept, *features))
+        return 4 * n * sum(math.prod(shape) for shape in (*([state] if units < model.depth else []), *features))
 
     @torch.no_grad()
     def fill(self, model: ExitModel, rows: np.ndarray, batch_size: int = 128) -> None:

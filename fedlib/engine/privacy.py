@@ -14,14 +14,15 @@ Read next: ``methods/uploads.py`` (clipping).
 
 import functools
 from collections import defaultdict
+from dataclasses import replace
 
 import torch
 
 from ..core.clients import Client, clients_of
 from ..core.rng import torch_generator
 from ..core.slices import take_all
-from ..methods import Round, Server
 from ..methods.sums import MaskedMean, Update
+from ..methods.values import Round, Server, unknown
 from .federation import Federation
 
 
@@ -52,14 +53,14 @@ def expected_sums(f: Federation, server: Server) -> tuple[MaskedMean, dict[str, 
 
     And what the holders of each tensor that is sent received.
     """
-    ids, infos = f.candidates(), f.setting.infos
+    ids, infos, setting = f.candidates(), f.setting.infos, replace(f.setting, label_counts=unknown)  # they are private
     holders: dict[int, float] = defaultdict(float)  # expected clients per budget
     for c in clients_of(f.budgets, ids, f.data.num_examples):
         holders[c.budget] += f.sample_size / len(ids)
     mean, received = MaskedMean(infos), {}
     for budget, expected in sorted(holders.items()):
         client = Client(-1, budget, 0)
-        member = f.method.members(client, server, Round(server.t, (client,), f.setting))[0]
+        member = f.method.members(client, server, Round(server.t, (client,), setting))[0]
         part, upload = member.part, member.upload or member.part
         params = {n: p[None] for n, p in take_all(server.params, infos, part).items()}
         received |= {upload.source(n): server.params[part.source(n)] for n in params}

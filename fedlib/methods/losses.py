@@ -60,8 +60,7 @@ def divergences(batch: Batch, teacher: torch.Tensor, temperature: float, detach:
 
 def last_exit(batch: Batch) -> torch.Tensor:
     """Return the deepest exit that each client holds, (K,): ScaleFL's teacher."""
-    depth = torch.arange(len(batch.held), device=batch.held.device).unsqueeze(1)
-    return (batch.held * (depth + 1)).argmax(0)
+    return (batch.held * torch.arange(1, len(batch.held) + 1, device=batch.held.device).unsqueeze(1)).argmax(0)
 
 
 def ramp_up(t: int, length: float) -> float:

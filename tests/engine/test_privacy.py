@@ -19,6 +19,7 @@ from fedlib.engine.executors import plan_round, train_cohort
 from fedlib.engine.privacy import epsilon, privacy_spent, privatise
 from fedlib.methods import METHODS, Arrived, Method, Round, Server, Setting, build_method
 from fedlib.methods.sums import MaskedMean, Update
+from fedlib.methods.values import Member
 from fedlib.models.vit import ViTSpec
 from fedlib_lab.runs import store as runs_module
 from tests.helpers.server_rounds import merged
@@ -158,17 +159,42 @@ def test_a_method_that_looks_at_single_clients_or_sends_several_models_is_refuse
         build_method(method, DP | {"weighting": "clients"})
 
 
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({}, "noise_multiplier needs masked = False: which"),
+        ({"masked": False, "averaged_from": 1}, "needs clients that"),
+    ],
+)
+def test_heterofl_is_refused_noise_where_what_a_client_sends_is_not_public(options, told):
+    """Its classifier stood still: of the rows of classes nobody was expected to send any."""
+    with pytest.raises(ValueError, match=told):
+        build_method("heterofl", DP | {"weighting": "clients"} | options)
+
+
+def test_labels_do_not_say_who_is_expected_to_send_what(tiny, own):
+    """What no client has was counted as nobody's."""
+    classes = lambda r, client: tuple(np.flatnonzero(r.setting.label_counts(client.id)).tolist())  # noqa: E731
+    own.members = lambda self, client, server, r: [
+        Member(client, r.setting.full(), upload=r.setting.full().only(classes=classes(r, client)))
+    ]
+    e = tiny.replace(method="own", options=DP, finetune="frozen", finetune_options={}, num_train=200)
+    with pytest.raises(ValueError, match="not known here"):
+        next(run_rounds(build_federation(e), ONE))
+
+
 @pytest.mark.parametrize("method", [m for m in SUMS if m != "local"])
 def test_every_method_runs_with_noise(tiny, method):
     """Two rounds, in one cohort or one by one: the same numbers, finite, and not those without noise."""
     mode = "lora" if method == "fedbabu" else "frozen"
-    e = tiny.replace(method=method, options=DP, rounds=3, finetune=mode, finetune_options={}, num_train=200)
+    options = DP | ({"masked": False} if method == "heterofl" else {})
+    e = tiny.replace(method=method, options=options, rounds=3, finetune=mode, finetune_options={}, num_train=200)
 
     def train(e, **execution):
         return list(itertools.islice(run_rounds(build_federation(e), Execution(workers=1, **execution)), 2))[-1]
 
     together, alone = train(e), train(e, cohort_size=1)
-    silent = train(e.replace(options=DP | {"noise_multiplier": 0.0}))
+    silent = train(e.replace(options=options | {"noise_multiplier": 0.0}))
     for name, p in together.server.params.items():
         assert p.isfinite().all()
         torch.testing.assert_close(alone.server.params[name], p, rtol=0, atol=2e-5)

@@ -133,8 +133,7 @@ def smallest_mixture(points: torch.Tensor) -> torch.Tensor:
     rotated = torch.linalg.qr(points.double().T, mode="r").R.numpy()  # a rotation makes n numbers of each point
     lengths, n = np.linalg.norm(rotated, axis=0), len(points)
     if not 0 < lengths.max() < np.inf:
-        alike = 1 / n if lengths.max() == 0 else np.nan
-        return torch.full((n,), alike, dtype=torch.float64)
+        return torch.full((n,), 1 / n if lengths.max() == 0 else np.nan, dtype=torch.float64)
     system = np.vstack((rotated / lengths[lengths > 0].min(), np.ones(n)))
     y, _ = nnls(system, np.append(np.zeros(len(rotated)), 1.0), maxiter=100 * n)
     return torch.from_numpy(y / y.sum())

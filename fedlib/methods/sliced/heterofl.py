@@ -90,10 +90,12 @@ class HeteroFL(ScaledRates):
         super().check_options()
         if self.averaged_from >= len(self.rates):
             self.refuse(f"averaged_from = {self.averaged_from}; there are {len(self.rates)} rates")
+        if self.noise_multiplier and self.masked:
+            self.refuse("noise_multiplier needs masked = False: which classes' rows a client sends is private")
 
     @property
     def one_slice(self) -> bool:
-        return not self.dynamic
+        return not (self.dynamic or self.averaged_from)
 
     def members(self, client: Client, server: Server, r: Round) -> Sequence[Member]:
         if client.budget < self.averaged_from:
