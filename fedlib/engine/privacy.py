@@ -71,11 +71,11 @@ def expected_sums(f: Federation, server: Server) -> tuple[MaskedMean, dict[str, 
 
 def privacy_spent(f: Federation, t: int) -> dict[str, float]:
     """Return ``epsilon`` at ``delta`` of the global models up to round ``t``; nothing for a method without noise."""
-    method, clients = f.method, len(f.candidates())
+    method, clients, keep = f.method, len(f.candidates()), f.method.remembers or f.experiment.batch_norm == "local"
     if not method.noise_multiplier:
         return {}
     delta = method.dp_delta if method.dp_delta is not None else 1 / (10 * clients)
-    spent = epsilon(method.noise_multiplier, clients, f.sample_size, t, delta, hidden=not method.remembers)
+    spent = epsilon(method.noise_multiplier, clients, f.sample_size, t, delta, hidden=not keep)
     return {"epsilon": round(spent, 4), "delta": delta}
 
 

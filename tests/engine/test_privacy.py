@@ -277,6 +277,18 @@ def test_memory_gives_up_amplification(tiny):
     assert privacy_spent(build_federation(values), 2) == {}
 
 
+def test_statistics_that_stay_with_clients_are_a_memory(tiny):
+    """The first round ended in the sentence that the kit's class must say that its clients keep memory."""
+    accountant()
+    e = tiny.replace(method="fedavg", options=DP, backbone="resnet8", finetune="full", finetune_options={}, num_exits=1,
+                     num_train=60, num_clients=6, clients_per_round=2, rounds=1)  # fmt: skip
+    spent = {}
+    for policy in ("batch", "local"):
+        *_, last = run_rounds(build_federation(e.replace(batch_norm=policy)), ONE)
+        spent[policy] = last.metrics["epsilon"]
+    assert spent["batch"] < spent["local"] == round(epsilon(1.0, 6, 6, 1, 1 / 60, True), 4)
+
+
 def test_methods_that_would_leak_are_refused(tiny):
     @dataclass(frozen=True)
     class Remembering(Method):

@@ -121,8 +121,7 @@ class RaFFM(ServerStep):
         def fits(widths: Widths) -> bool:
             return self.draw == "released" or cost(self.part(widths, r.setting, {})) <= limit
 
-        widths = space.draw_until(fits, r.generator("sub-model", client), TRIES)
-        return self.part(widths, r.setting, r.notes)
+        return self.part(space.draw_until(fits, r.generator("sub-model", client), TRIES), r.setting, r.notes)
 
     def space(self, setting: Setting) -> "Space":
         return Space(setting.axes, {k: getattr(self, k) for k in ("attention", "ffn", "residual")}, self.cut == "heads")
