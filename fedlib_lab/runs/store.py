@@ -51,8 +51,7 @@ def find_run(e: Experiment, folder: Folder = None, accept: Accept = ()) -> Run |
     check_files(path)
     if not (path / "summary.json").exists():
         return None
-    there = _read(path)
-    if there.experiment != e:
+    if (there := _read(path)).experiment != e:
         raise ValueError(f"{path} holds another experiment of the same name; move it away")
     check_inputs(e, path, there.record, known_inputs(e, recorded(there.record)), accept)
     return there
