@@ -195,15 +195,15 @@ def test_the_rows_of_a_table_are_judged_at_once():
 
 
 def test_four_rows_tell_one_another_how_much_differences_vary():
-    """An SD of 0.3 of all, of four degrees of freedom: t at 2.5 % / 4 is 4.31; and none has less than the mean."""
+    """An SD of 0.3 of all, of four degrees of freedom: t at 2.5 % / 4 is 4.31; and none has less than the median."""
     alone, shaky = of(0.7, 1.3, 1.0), of(-2.0, 4.0, 1.0)
     rows = at_once([alone] * 4)
     assert [row["verdict"] for row in rows] == ["holds"] * 4
     assert rows[0]["low"] == round(1 - t.isf(0.025, 4) * 0.3 / 3**0.5, 2)  # Holm's last step
-    steady, *others = at_once([of(0.99, 1.01, 1.0), *[shaky] * 3])
-    half = t.isf(0.025 / 4, 4) * (3 * 9 / 4) ** 0.5 / 3**0.5
-    assert steady["verdict"] == "undecided" and steady["high"] == round(1 + half, 2)
-    assert others[0]["high"] == round(1 + t.isf(0.025 / 4, 4) * 3 / 3**0.5, 2)  # its own is larger
+    steady, *_, wild = at_once([of(0.99, 1.01, 1.0), *[shaky] * 3, of(-30.0, 30.0, 0.0)])
+    half = t.isf(0.025 / 5, 4) / 3**0.5
+    assert steady["verdict"] == "undecided" and steady["high"] == round(1 + 3 * half, 2)
+    assert wild["high"] == round(30 * half, 2)  # its own is larger, and does not count for the others
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.6, 1.2])
