@@ -307,6 +307,7 @@ def interrupt(folder):
     from fedlib_lab.runs import store as runs
 
     e, training = small("reefl"), multiprocessing.get_context("fork").Event()
+    os.environ["FEDLIB_ACCEPT"] = "method"  # what stands in the kit's place is part of a run
     runs.time.monotonic = iter(range(0, 10**6, 100)).__next__  # a checkpoint every round
 
     def hang(cohort):
