@@ -110,19 +110,20 @@ def mean_curves(
 ) -> dict[str, list[dict]]:
     """Return per label the mean ``value`` over stored seeds by round in ``column``, for ``plots.plot_learning_curves``.
 
-    Of cells in several fine-tuning modes, per label and mode. Rounds that a seed lacks, as it diverged, are left out.
+    Of the seeds that all labels have, or of each label's own where they share none. Of cells in several fine-tuning
+    modes, per label and mode. Rounds that a seed lacks, as it diverged, are left out.
     """
     modes = {c.finetune for c in cells}
-    curves: dict[str, dict[int, list[float]]] = {}
+    runs: dict[str, dict[int, dict[int, float]]] = {}
     for cell in cells:
         if cell.column == column and (found := shown_run(cell.experiment, folder)) is not None:
-            for m in found.metrics:
-                if (x := values_of(m).get(value)) is not None:
-                    label = f"{cell.label}, {cell.finetune}" if len(modes) > 1 else cell.label
-                    curves.setdefault(label, {}).setdefault(m["t"], []).append(x)
-    most = {v: max(map(len, by.values())) for v, by in curves.items()}
-    mean = lambda t, a: {"t": t, "accuracy": sum(a) / len(a)}  # noqa: E731
-    return {v: [mean(t, a) for t, a in sorted(by.items()) if len(a) == most[v]] for v, by in curves.items()}
+            label = f"{cell.label}, {cell.finetune}" if len(modes) > 1 else cell.label
+            if rounds := {m["t"]: x for m in found.metrics if (x := values_of(m).get(value)) is not None}:
+                runs.setdefault(label, {})[cell.seed] = rounds
+    shared = set.intersection(*map(set, runs.values())) if runs else set()
+    kept = {v: [by[s] for s in sorted(shared or by)] for v, by in runs.items()}
+    mean = lambda by, t: {"t": t, "accuracy": sum(r[t] for r in by) / len(by)}  # noqa: E731
+    return {v: [mean(by, t) for t in sorted(set.intersection(*map(set, by)))] for v, by in kept.items()}
 
 
 def mean_sd(

@@ -108,6 +108,17 @@ def test_a_mean_curve_has_the_rounds_that_all_seeds_have(monkeypatch):
     assert mean_curves(cells, "a") == {"ReeFL": [{"t": 1, "accuracy": 20.0}, {"t": 2, "accuracy": 30.0}]}
 
 
+def test_mean_curves_are_of_the_seeds_that_all_have(monkeypatch):
+    """A title compares pair by pair; a curve with a seed more than its rival's drew a difference that no pair has."""
+    level = {("reefl", 1): 10.0, ("reefl", 2): 40.0, ("scalefl", 1): 12.0, ("depthfl", 3): 50.0}
+    run = lambda e, folder: SimpleNamespace(metrics=[{"t": 1, "accuracy": level[e.method, e.seed]}])  # noqa: E731
+    monkeypatch.setattr("fedlib_lab.report.tables.shown_run", run)
+    cells = [Cell("full", m, m, m, "a", s, Experiment(method=m, seed=s)) for m, s in level]
+    of = lambda cells: {v: c[0]["accuracy"] for v, c in mean_curves(cells, "a").items()}  # noqa: E731
+    assert of(cells[:3]) == {"reefl": 10.0, "scalefl": 12.0} and of(cells[:2]) == {"reefl": 25.0}
+    assert of(cells) == {"reefl": 25.0, "scalefl": 12.0, "depthfl": 50.0}  # no seed in common: each its own
+
+
 def test_a_seed_counts_once_in_a_mean():
     """Two tables with a run in common, or two data columns as one group: the mean would count more runs than seeds."""
     frame = frame_of(reefl=[50.0, 60.0])
