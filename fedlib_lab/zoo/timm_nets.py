@@ -36,7 +36,7 @@ def timm_spec(name: str, folder: Path | None = None, others: Iterable[str] = ())
     if (spec := plain_vit(model)) is not None:
         return spec
     cuts = [said["module"] for said in model.feature_info]
-    owns = [any(True for _ in model.get_submodule(cut).parameters()) for cut in cuts]
+    owns = [cut and any(n.startswith(f"{cut}.") for n, _ in model.named_parameters()) for cut in cuts]
     first = owns.index(True) if any(owns) else 0  # an activation in a stem is no unit
     read = "tokens" if getattr(model, "cls_token", None) is not None else "map"
     channels_first = partial(torch.movedim, source=-1, destination=1)  # (B, H, W, C) -> (B, C, H, W)

@@ -111,6 +111,15 @@ def test_a_net_reads_other_pixels_than_its_checkpoint(name, tmp_path, monkeypatc
     torch.testing.assert_close(got if type(spec) is WrappedSpec else got[:, 1:], want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"), [("hrnet_w18", "wrap: up to cut 'stage2'"), ("mvitv2_tiny", "wrap: cut 'block.0' is no module")]
+)
+def test_a_net_whose_features_are_no_modules_of_it_is_refused_in_a_sentence(name, words):
+    """It was PyTorch's ``AttributeError: HighResolutionNet has no attribute `stem` ``."""
+    with pytest.raises(ValueError, match=words):
+        backbone_spec(name)
+
+
 @pytest.mark.parametrize("name", ["resnet18.7", "resnet18.96.97", "no_such_net.64"])
 def test_pixels_that_no_net_reads_are_refused(name):
     with pytest.raises(ValueError, match=f"experiment: backbone = '{name}'.*allowed"):
