@@ -90,12 +90,12 @@ def plain_vit(model: nn.Module) -> ViTSpec | None:
 
     if not isinstance(model, VisionTransformer) or not getattr(model, "has_class_token", model.cls_token is not None):
         return None
-    block, patches_of = model.blocks[0], model.patch_embed
-    size, patch, extra = patches_of.img_size, patches_of.patch_size, model.num_prefix_tokens
+    block, embed = model.blocks[0], model.patch_embed
+    size, patch, extra = embed.img_size, embed.patch_size, model.num_prefix_tokens
     rows, patches = model.pos_embed.shape[1], (size[0] // patch[0]) ** 2
-    nothing = [block.attn.q_norm, getattr(block.attn, "norm", nn.Identity()), block.mlp.norm, patches_of.norm]
+    idle = [block.attn.q_norm, getattr(block.attn, "norm", nn.Identity()), block.mlp.norm, getattr(embed, "norm", None)]
     plain = type(block.attn) is Attention and type(block.mlp) is Mlp and isinstance(block.norm1, nn.LayerNorm)
-    plain = plain and hasattr(block, "ls1") and all(isinstance(m, nn.Identity) for m in nothing)
+    plain = plain and hasattr(block, "ls1") and all(isinstance(m, nn.Identity) for m in idle)
     exact = plain and isinstance(block.mlp.act, nn.GELU) and block.mlp.act.approximate == "none"
     square = size[0] == size[1] and patch[0] == patch[1] and size[0] % patch[0] == 0
     if not (exact and square and rows in (patches, patches + extra)):  # parallel and post-norm blocks have no ls1

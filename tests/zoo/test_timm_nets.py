@@ -111,6 +111,11 @@ def test_a_net_reads_other_pixels_than_its_checkpoint(name, tmp_path, monkeypatc
     torch.testing.assert_close(got if type(spec) is WrappedSpec else got[:, 1:], want, rtol=1e-4, atol=1e-5)
 
 
+def test_a_vit_on_a_convnet_is_no_plain_one():
+    """It was an error of PyTorch's, as its embedding has no norm."""
+    assert type(backbone_spec("vit_tiny_r_s16_p8_224")) is WrappedSpec
+
+
 @pytest.mark.parametrize(
     ("name", "words"), [("hrnet_w18", "wrap: up to cut 'stage2'"), ("mvitv2_tiny", "wrap: cut 'block.0' is no module")]
 )
