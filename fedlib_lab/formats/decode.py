@@ -153,6 +153,9 @@ def train_and_test(parts: Sequence[Part], layout: Layout, together: Sequence | N
     if (lost := [name for i, name in enumerate(train.classes) if i not in there]) or len(train.classes) == 1:
         told = f"{len(lost)} of {len(train.classes)} classes ({', '.join(lost)[:200]}) have no example"
         warnings.warn(f"{layout.where}: {told if lost else 'all examples are of one class'}", stacklevel=2)
+    known = {hash(x.tobytes()) for x in train.inputs} if Path(layout.where).name not in SETS["public"] else set()
+    if n := sum(hash(x.tobytes()) in known for x in test.inputs):
+        warnings.warn(f"{layout.where}: {n} of {len(test.inputs)} test inputs are training inputs too", stacklevel=2)
     if train.owners is not None and test.owners is not None and (n := (~np.isin(test.owners, train.owners)).sum()):
         warnings.warn(f"{layout.where}: {n} of {len(test.owners)} test examples' owners train on none", stacklevel=2)
     return to_tensors(train, test), train.classes
@@ -241,10 +244,8 @@ def read_labels(table, split: str, layout: Layout) -> tuple[np.ndarray, list[str
     if names is None and layout.reads and str(feature.dtype).startswith("float"):
         return np.asarray(values, np.float32), []
     most = math.inf if names is None else len(names)
-    bad = next(
-        (i for i, v in enumerate(values) if not isinstance(v, str) and not (0 <= v < most and v == int(v))), None
-    )
-    if bad is not None:
+    wrong = (i for i, v in enumerate(values) if not isinstance(v, str) and not (0 <= v < most and v == int(v)))
+    if (bad := next(wrong, None)) is not None:
         which = "no class; allowed: 0 and above, or names" if names is None else f"none of the {most} classes"
         raise ValueError(f"{layout.row(split, bad)}: {layout.label} = {values[bad]} is {which}")
     if names is not None:

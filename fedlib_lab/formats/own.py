@@ -117,9 +117,8 @@ def saved_set(path: Path, tokenizer: str | None) -> tuple[dict, Read] | None:
 
 def _splits(name: str, train: Any, test: Any) -> dict | None:
     """Return the splits by name of what `datasets` made, as they would be unformatted; None of something else."""
-    splits = (dict(train) if isinstance(train, Mapping) else {"train": train}) | (
-        {} if test is None else {"test": test}
-    )
+    splits = dict(train) if isinstance(train, Mapping) else {"train": train}
+    splits |= {} if test is None else {"test": test}
     if not any(type(x).__module__.startswith("datasets.") for x in splits.values()):
         return None
     from datasets import Dataset
