@@ -37,6 +37,7 @@ LABELS = ("label", "fine_label", "character", "coarse_label")
 OWNERS = ("writer_id", "speaker_id", "client_id")
 TEXTS = frozenset(column for said in SETS["columns"] for column in said["reads"])
 
+FEW = 100  # test inputs: copies among fewer are not told
 ABOUT = re.compile("(?i)readme|licen[cs]e|citation|dataset_infos?|dataset_dict")  # files about a set, not of it
 
 
@@ -63,8 +64,7 @@ class Layout:
         from pyarrow.parquet import read_metadata
 
         for file in self.files.get(split, ()):
-            rows = read_metadata(file).num_rows
-            if i < rows:
+            if i < (rows := read_metadata(file).num_rows):
                 return f"{file}, row {i}"
             i -= rows
         return f"{self.where}, split {split!r}, row {i}"
@@ -153,8 +153,9 @@ def train_and_test(parts: Sequence[Part], layout: Layout, together: Sequence | N
     if (lost := [name for i, name in enumerate(train.classes) if i not in there]) or len(train.classes) == 1:
         told = f"{len(lost)} of {len(train.classes)} classes ({', '.join(lost)[:200]}) have no example"
         warnings.warn(f"{layout.where}: {told if lost else 'all examples are of one class'}", stacklevel=2)
-    known = {hash(x.tobytes()) for x in train.inputs} if Path(layout.where).name not in SETS["public"] else set()
-    if n := sum(hash(x.tobytes()) in known for x in test.inputs):
+    told = len(test.inputs) >= FEW and Path(layout.where).name not in SETS["public"]
+    known = {hash(x.tobytes()) for x in train.inputs} if told else set()
+    if n := sum(hash(x.tobytes()) in known for x in test.inputs if told):
         warnings.warn(f"{layout.where}: {n} of {len(test.inputs)} test inputs are training inputs too", stacklevel=2)
     if train.owners is not None and test.owners is not None and (n := (~np.isin(test.owners, train.owners)).sum()):
         warnings.warn(f"{layout.where}: {n} of {len(test.owners)} test examples' owners train on none", stacklevel=2)

@@ -93,8 +93,7 @@ def add_owners(name: str, train: Any, partitioner: Any) -> Any:
                 raise ValueError(f"{name}: row {row} is in parts {owners[row]} and {part}; allowed: in one, once")
             owners[row] = part
     named = train.remove_columns([c for c in OWNERS if c in train.column_names])
-    held = np.flatnonzero(owners >= 0)
-    if len(held) < len(owners):
+    if len(held := np.flatnonzero(owners >= 0)) < len(owners):
         warnings.warn(f"{name}: {(owners < 0).sum()} of {len(owners)} rows are in no part and not used", stacklevel=3)
     return named.select(held).add_column(OWNERS[-1], owners[held].tolist())
 

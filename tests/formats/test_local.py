@@ -37,12 +37,12 @@ def png(width, height, level=0, mode="RGB"):
 
 
 def folder(path, sizes, test=((8, 8),), mode="RGB"):
-    """An image folder with two classes in turn, of images of these sizes, all of other shades."""
-    for split, shapes, first in (("train", sizes, 0), ("test", test, 5)):
+    """An image folder with two classes in turn, of images of these sizes."""
+    for split, shapes in (("train", sizes), ("test", test)):
         for i, (width, height) in enumerate(shapes):
             where = path / split / "ab"[i % 2]
             where.mkdir(parents=True, exist_ok=True)
-            (where / f"{i:03}.png").write_bytes(png(width, height, first + 10 * i, mode))
+            (where / f"{i:03}.png").write_bytes(png(width, height, 10 * i, mode))
     return path
 
 
@@ -376,7 +376,7 @@ def test_files_of_one_split_that_are_no_pieces_of_it_are_said(tmp_path):
     """``train-extra.parquet`` beside ``train.parquet`` was trained on without a word."""
     table = pd.DataFrame({"sentence": ["one", "two"] * 10, "label": [0, 1] * 10})
     for name in ("train-00000-of-00002-0123456789abcdef", "train-00001-of-00002-fedcba9876543210", "test"):
-        table.replace("two", name[:4]).replace("one", name[:2]).to_parquet(tmp_path / f"{name}.parquet")
+        table.to_parquet(tmp_path / f"{name}.parquet")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         local_set(tmp_path)[1](None)

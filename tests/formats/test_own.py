@@ -167,7 +167,7 @@ def test_a_class_that_is_not_on_both_sides_of_the_held_out_tenth_is_said():
             register_data("mine", (X, np.array(labels)), classes=["cat", "dog", "owl"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        register_data("mine", (RNG.integers(0, 256, (600, 8, 8), np.uint8), np.arange(600) % 3))
+        register_data("mine", (np.repeat(X, 10, 0), np.arange(600) % 3))
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -311,21 +311,25 @@ def test_classes_without_an_example_are_said():
             register_data("mine", (X, labels), (X, labels))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        register_data("mine", (X[9:], y[9:]), (X[:9], y[:9]))
+        register_data("mine", (X, y), (X[:9], y[:9]))
 
 
 def test_test_examples_that_are_trained_on_are_said(tmp_path):
     """Copies of a picture fall on both sides of a split; what is learned by heart counted as learned, in silence."""
-    said = r"^{}: {} test inputs are training inputs too$"
-    with pytest.warns(UserWarning, match=said.format("mine", "3 of 9")):
-        register_data("mine", (X[6:], Y[6:]), (X[:9], 2 - Y[:9]))
-    with pytest.warns(UserWarning, match=said.format("mine", "10 of 10")):  # a tenth, held out of five copies of each
-        register_data("mine", (np.repeat(X[:20], 5, 0), np.repeat(Y[:20], 5)))
-    words = hf.Dataset.from_dict({"sentence": [f"word {i}" for i in range(20)], "label": [0, 1] * 10})
+    said, x, y = (
+        r"^{}: {} test inputs are training inputs too$",
+        RNG.integers(0, 256, (300, 8, 8), np.uint8),
+        np.arange(300) % 3,
+    )
+    with pytest.warns(UserWarning, match=said.format("mine", "3 of 120")):
+        register_data("mine", (x[117:], y[117:]), (x[:120], 2 - y[:120]))
+    with pytest.warns(UserWarning, match=said.format("mine", "150 of 150")):  # a tenth, held out of five copies of each
+        register_data("mine", (np.repeat(x, 5, 0), np.repeat(y, 5)))
+    words = hf.Dataset.from_dict({"sentence": [f"word {i}" for i in range(200)], "label": [0, 1] * 100})
     for name in ("own", "sst2"):  # of a public set it is as everybody has it
         words.to_parquet(tmp_path / name / "train.parquet")
-        words.select(range(4)).to_parquet(tmp_path / name / "test.parquet")
-    with pytest.warns(UserWarning, match=said.format(tmp_path / "own", "4 of 4")):
+        words.select(range(100)).to_parquet(tmp_path / name / "test.parquet")
+    with pytest.warns(UserWarning, match=said.format(tmp_path / "own", "100 of 100")):
         load_dataset(str(tmp_path / "own"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
