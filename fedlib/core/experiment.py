@@ -155,7 +155,7 @@ class Experiment(NamedFields):
     schedule: typing.Literal["cosine", "step", "exponential", "constant"] = "cosine"
     milestones: tuple[float, ...] | None = None
     decay: float | None = None
-    decay_every: int = 1
+    decay_every: Count = 1
     warmup_rounds: float = 0.0
     local_schedule: typing.Literal["constant", "linear"] = "constant"
     precision: typing.Literal["float32", "tf32", "bfloat16"] = "float32"

@@ -54,9 +54,8 @@ def check_schedule(e: Experiment) -> None:
     if (e.decay is not None) != decays or (e.decay is not None and not 0 < e.decay <= 1):
         need = "a factor in (0, 1]" if decays else "null (step and exponential decay by a factor)"
         raise ValueError(f"experiment: decay = {e.decay} {kind}; allowed: {need}")
-    if e.decay_every < 1 or (e.decay_every > 1 and e.schedule != "exponential"):
-        need = "1 or more rounds" if e.schedule == "exponential" else "1 (it is of schedule = 'exponential')"
-        raise ValueError(f"experiment: decay_every = {e.decay_every} {kind}; allowed: {need}")
+    if e.decay_every > 1 and e.schedule != "exponential":
+        raise e.refused("decay_every", kind, "1 (it is of schedule = 'exponential')")
     if (e.milestones is not None) != (e.schedule == "step") or e.milestones == ():
         need = "rounds, or shares of them" if e.schedule == "step" else "null (they are of schedule = 'step')"
         raise ValueError(f"experiment: milestones = {e.milestones} {kind}; allowed: {need}")

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from fedlib.core.experiment import Experiment
-from fedlib.core.validation import unmet_condition
+from fedlib.core.validation import check_fields, unmet_condition
 from fedlib.methods import build_method
 
 
@@ -22,7 +22,7 @@ def following(published: Mapping[str, object], made: Mapping[str, object], said:
     ``said`` has fields of the experiment, and ``options.<name>``.
     """
     default = Experiment().to_dict()
-    full, made = {**default, **published}, {**default, **made}
+    full, made = ({**default, **check_fields(Experiment, x, "experiment")} for x in (published, made))
     found = {**_rounds(full, made), "options": _epochs(full, made, said)}
     return {k: v for k, v in found.items() if k not in said and v}
 
