@@ -161,8 +161,7 @@ def _runs(given: argparse.Namespace) -> int:
     frame = where(frame, [word for word in given.words if word not in names])
     if given.save:
         save_frame(frame, given.save)
-    columns = differing(frame)
-    shown = frame.reindex(columns=["run", *columns, "day", "status", "t", "accuracy", "seconds"])
+    shown = frame.reindex(columns=["run", *differing(frame), "day", "status", "t", "accuracy", "seconds"])
     text = shown.to_string(index=False) if len(shown) else "no stored run" + " is so" * bool(given.words)
     _answer(given, frame.to_dict("records"), text)
     return 0

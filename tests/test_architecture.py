@@ -33,23 +33,23 @@ OF_THE_CORE = {folder for folders in LAYERS[:5] for folder in folders}
 # Lines of code as they stand. They may only be lowered: what comes in is paid for by what goes, perhaps elsewhere in its
 # package (executors rose from 599 by the one that stacks runs, kernels from 396 by steps as graphs, report from 1839)
 LINES = {
-    "fedlib": 8307,
+    "fedlib": 8306,
     "core": 906,
     "data": 1144,
-    "engine": 1941,
+    "engine": 1940,
     "layers": 562,
     "methods": 2272,
     "models": 1434,
     "fedlib_lab": 10883,
-    "atlas": 361,
-    "cli": 195,
+    "atlas": 359,
+    "cli": 194,
     "executors": 782,
     "formats": 872,
     "kernels": 460,
-    "papers": 1123,
-    "report": 1840,
+    "papers": 1121,
+    "report": 1839,
     "rivals": 648,
-    "runs": 2772,
+    "runs": 2778,
     "zoo": 1814,
 }
 HEAVY = {

@@ -103,8 +103,7 @@ def standings(frame: pd.DataFrame, frames: Mapping[str, pd.DataFrame]) -> pd.Dat
     it. ``rank``: :func:`ranks` of the task's ``frames``.
     """
     rank = {(task, v): said for task, found in frames.items() for v, said in ranks(found).items()}
-    rows = frame.groupby(["task", "method", "label"], sort=False)
-    table = rows.agg(**{
+    table = frame.groupby(["task", "method", "label"], sort=False).agg(**{
         "own labels": ("score", "mean"), "sd": ("score", "std"), "worst tenth": ("worst", "mean"),
         "all alike": ("central", "mean"), "prior": ("prior", lambda x: x.mean(skipna=False)),  # of all seeds or none
         "majority": ("majority", "mean"), "seeds": ("seed", "nunique"),
@@ -180,8 +179,7 @@ def judge(predictions: Mapping[str, Mapping], frames: Mapping[str, pd.DataFrame]
     for task, frame in frames.items():
         ran = set(frame.variant[frame.local.notna()])
         here = [n for n, p in told.items() if task in p.get("tasks", [task]) and set(p["pair"]) <= ran]
-        found = against(frame, [tuple(told[n]["pair"]) for n in here])
-        for name, row in zip(here, found.itertuples(), strict=True):
+        for name, row in zip(here, against(frame, [told[n]["pair"] for n in here]).itertuples(), strict=True):
             verdict = VERDICTS.get(row.verdict, row.verdict)
             verdict += ", indicative" * (row.verdict in VERDICTS and row.seeds < ENOUGH)
             rows.append({"prediction": name, "task": title_of(task), "difference": row.obtained,

@@ -162,8 +162,7 @@ def facts(stored: Stored, cells: Sequence[Cell], wanted: set[str] = frozenset())
     shorter = sorted({e.precision for e in experiments.values()} - {"float32"})
     minutes = sum(s["seconds"] for s in summaries) / 60
     diverged = sum(s["status"] == "diverged" for s in summaries)
-    total = max(len(experiments), len(wanted))
-    of = f" of {total}" if total > len(experiments) else ""
+    of = f" of {total}" if (total := max(len(experiments), len(wanted))) > len(experiments) else ""
     words = [
         f"{len(experiments):,}{of} run{'s' * (total > 1)}",
         f"data: {', '.join(sorted({data_title(e.dataset) for e in experiments.values()}))}",

@@ -13,7 +13,7 @@ import pandas as pd
 from fedlib.data.tasks import CORRELATIONS, task_of
 from fedlib.engine.executors import Execution
 
-from ..runs.params import load_spec
+from ..runs.params import check_apart, load_spec
 from . import tables
 from .clients import VALUES, as_exits, spread_out
 from .plots import plot_learning_curves, plot_modes, save_figure, score_of
@@ -25,8 +25,8 @@ from .verdicts import orderings
 class Table:
     """``params/<paper>/<name>.yaml`` at a profile: its cells, their stored runs, and what these say.
 
-    ``overrides`` as for ``load_grid``. ``frame`` has a row per cell, as from ``tables.collect``. What is saved is
-    called ``outputs/<paper>/{tables,figures}/<name>_<profile>…``.
+    ``overrides`` as for ``load_grid``, but none that makes one run of two cells. ``frame`` has a row per cell, as from
+    ``tables.collect``. What is saved is called ``outputs/<paper>/{tables,figures}/<name>_<profile>…``.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class Table:
         self.value, self.thresholds = spec.get("value", "accuracy"), spec.get("thresholds")  # what the table prints
         self.reported = tables.reported_beside(paper, name)
         self.cells = tables.load_cells(paper, name, profile, overrides, folder)
+        check_apart(self.cells)
         self.frame = tables.collect(self.cells, folder)
         self.complete = False
 

@@ -25,8 +25,7 @@ def about(frame: pd.DataFrame) -> str:
     """Say ``CIFAR-10, Dirichlet 1, frozen, deit_micro, 3 seeds``: what of it the rows with an accuracy have."""
     done = frame[frame.accuracy.notna()] if "accuracy" in frame and frame.accuracy.notna().any() else frame
     sets = list(done.get("dataset", [None] * len(done)))
-    columns = done.get("column", sets if "dataset" in done else [])
-    data = listed(map(_data, map(str, columns), sets), "data sets")
+    data = listed(map(_data, map(str, done.get("column", sets if "dataset" in done else [])), sets), "data sets")
     modes = listed((label_of(m) for m in done.get("finetune", []) if m != "full"), "modes")
     nets = listed(map(model_of, done.get("backbone", [])), "nets")
     return ", ".join(p for p in (data, modes.replace("Frozen", "frozen"), nets, seeds_of(done)) if p)

@@ -130,8 +130,7 @@ def concern(rules: Iterable[str], value: str) -> bool:
 
 def check_verified(e: Experiment, inputs: Inputs, accept: frozenset[str]) -> None:
     """Raise ``ValueError`` if a run could never be compared with what is at hand, and ``accept`` does not say so."""
-    said = {"method": inputs["method"].values(), "backbone": [inputs.get("backbone")]}
-    for kind, values in said.items():
+    for kind, values in {"method": inputs["method"].values(), "backbone": [inputs.get("backbone")]}.items():
         why = next((v for v in values if str(v).startswith(UNVERIFIED)), None)
         if why is not None and kind not in accept:
             told = f"{e.slug} could not be told from a run of other code: {why}. Make it a constant, a function or"

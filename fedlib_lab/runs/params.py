@@ -10,7 +10,7 @@ epochs, no file says (``scaled_schedules.py``).
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,6 +196,21 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
             own = {**layers, "row": {**layers["row"], "seed": seed}}
             cells.append(Cell(finetune, *place, seed, e.replace(seed=seed), own))
     return cells
+
+
+def check_apart(cells: Iterable[Cell]) -> None:
+    """Raise ``ValueError`` where an override makes two cells one run whose column or row set its key differently.
+
+    Under another data set's name, which tables say (``here MNIST``), cells may be one run.
+    """
+    first: dict[tuple, tuple[Cell, dict]] = {}
+    for cell in cells:
+        below = merge(*(values for layer, values in cell.layers.items() if layer != "overrides"))
+        other, was = first.setdefault((cell.experiment, below.get("dataset")), (cell, below))
+        for key in (k for k in cell.layers["overrides"] if below.get(k) != was.get(k)):
+            one, two = (f"{c.label!r} in {c.column!r}" for c in (other, cell))
+            why = f"{key} = {shown(cell.layers['overrides'][key])} makes one run of {one} and {two}"
+            raise ValueError(f"overrides: {why}, which differ in it; allowed: one of the two (columns, variant)")
 
 
 def _limits(spec: dict, only: Mapping[str, Mapping], overrides: Mapping) -> dict[str, dict]:

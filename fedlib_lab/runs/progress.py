@@ -152,8 +152,7 @@ class Terminal:
         import psutil
 
         parent = psutil.Process().parent()
-        names = {Path(part).stem for part in parent.cmdline()[:3]} if parent is not None else set()
-        if not names & set(HEADLESS):
+        if parent is None or not {Path(part).stem for part in parent.cmdline()[:3]} & set(HEADLESS):
             return None
         try:  # a kernel's stderr goes into the notebook; its descriptor is the one that it was started with
             descriptor = sys.stderr.fileno()

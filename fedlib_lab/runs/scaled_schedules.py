@@ -21,8 +21,7 @@ def following(published: Mapping[str, object], made: Mapping[str, object], said:
 
     ``said`` has fields of the experiment, and ``options.<name>``.
     """
-    default = Experiment().to_dict()
-    full, made = ({**default, **check_fields(Experiment, x, "experiment")} for x in (published, made))
+    full, made = (Experiment().to_dict() | check_fields(Experiment, x, "experiment") for x in (published, made))
     found = {**_rounds(full, made), "options": _epochs(full, made, said)}
     return {k: v for k, v in found.items() if k not in said and v}
 

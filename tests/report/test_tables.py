@@ -9,6 +9,7 @@ import pytest
 
 from fedlib import Experiment, run_all
 from fedlib.data.federated import load_federated
+from fedlib_lab.report.table import Table
 from fedlib_lab.report.tables import (
     best_runs,
     budget_accuracies,
@@ -49,6 +50,30 @@ def test_only_the_lacking_data_set_is_replaced(monkeypatch, tmp_path):
     }  # fmt: skip
     kept = load_cells("reefl", "table1", "small", {"columns": ["femnist"], "num_train": 2000}, tmp_path / "runs")
     assert {c.experiment.num_train for c in kept} == {2000}  # overrides win over the fallback
+
+
+@pytest.mark.parametrize(
+    "name, given, message",
+    [
+        (
+            "why",
+            {"rounds": 100},
+            "rounds = 100 makes one run of 'depthfl' in 'rounds_100' and 'depthfl' in 'rounds_400'",
+        ),
+        (
+            "table1",
+            {"dirichlet_alpha": 1.0},
+            "in 'cifar100_alpha1000' and 'exclusivefl' in 'cifar100_alpha1', which differ",
+        ),
+        ("table3", {"method": "reefl", "options": {"distill": "none"}}, "makes one run of 'ReeFL, no KD, FedAvg' in"),
+    ],
+)
+def test_a_label_never_stands_beside_a_run_of_other_settings(name, given, message, tmp_path):
+    """With ``rounds`` = 100 the stored runs of 100 rounds stood in ``rounds 1000``, with a verdict."""
+    with pytest.raises(ValueError, match=message):
+        Table("reefl", name, "small", given, tmp_path)
+    fine = {"rounds": 100, "columns": "rounds_1000"} if name == "why" else {"dataset": "mnist", "lr": 0.07}
+    assert Table("reefl", name, "small", fine, tmp_path).cells
 
 
 def test_tables_name_the_data_that_were_used():

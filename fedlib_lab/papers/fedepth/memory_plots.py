@@ -28,8 +28,7 @@ def plot_stages(needs: Sequence[float], budgets: Mapping[str, float], slack: flo
     for ax, budget in zip(axes, budgets.values(), strict=True):
         stages = pack(needs, budget, slack)
         colors = seaborn.color_palette("colorblind", len(stages))
-        trained = {block for stage in stages for block in stage}
-        for block in set(range(len(needs))) - trained:
+        for block in set(range(len(needs))).difference(*stages):
             ax.bar(block + 1, needs[block], color="#c9ced3", hatch="//", edgecolor="white", label="not trained")
         for k, (stage, color) in enumerate(zip(stages, colors, strict=True), 1):
             below = 0.0

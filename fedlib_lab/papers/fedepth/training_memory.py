@@ -81,8 +81,7 @@ def memory_of_stages(e: Experiment, device: str = "cpu") -> pd.DataFrame:
     """
     f = one_client(e, device)
     (client,) = f.clients([0])
-    units = range(f.setting.spec.depth)
-    whole = [Stage(units=units, exit=len(f.setting.exit_units) - 1)]
+    whole = [Stage(units=range(f.setting.spec.depth), exit=len(f.setting.exit_units) - 1)]
     rows = _rows(f, replace(client, budget=len(f.method.shares) - 1), whole, "all")
     peak = rows[0]["measured_mib"]
     for budget, share in reversed(list(enumerate(f.method.shares))):
