@@ -179,8 +179,7 @@ def _answer(
             forward.place_()
             if recomputed:
                 forward.recompute_(in_order(f.data, [m.client for m in stack.members], f.experiment.batch_size, False))
-            shared = not recomputed and not stack.is_cut and forward.shares_backbone()
-            run = forward.as_one if shared else forward
+            run = forward.as_one if not recomputed and not stack.is_cut and forward.shares_backbone() else forward
             total = total + torch.cat([run(forward.inputs(part), real) for part in rows.split(step, 1)], 2)
     return total / len(serving.members)
 

@@ -124,5 +124,4 @@ class Scaler(nn.Module):
         if self.is_off:
             return x
         scale = self.context.scale
-        of_members = isinstance(scale, torch.Tensor)
-        return x / (scale[: x.shape[0]].view(-1, *(1,) * (x.dim() - 1)) if of_members else scale)
+        return x / (scale[: len(x)].view(-1, *(1,) * (x.dim() - 1)) if isinstance(scale, torch.Tensor) else scale)

@@ -93,8 +93,7 @@ class _StackedLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
         ctx.bias_shape = None if bias is None else bias.shape
-        to = None if bias is None else x.new_empty(*x.shape[:2], weight.shape[-2]).copy_(bias)
-        return matmul(x, weight.mT, to)
+        return matmul(x, weight.mT, None if bias is None else x.new_empty(*x.shape[:2], weight.shape[-2]).copy_(bias))
 
     @staticmethod
     @once_differentiable

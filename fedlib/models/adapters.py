@@ -91,8 +91,7 @@ def check_options(mode: str, options: Mapping, allowed: Collection[str]) -> None
 
 def check_rank(r: object, config: Spec) -> None:
     """Raise ``ValueError`` for a rank above the narrowest unit's width: channels of maps, else features of tokens."""
-    shapes = [config.feature(unit) for unit in range(config.depth)]
-    width = min(s[0] if len(s) == 3 else s[-1] for s in shapes)
+    width = min(s[0] if len(s) == 3 else s[-1] for s in map(config.feature, range(config.depth)))
     if type(r) is not int or not 1 <= r <= width:
         raise option_error("r", r, f"1..{width}, the width of the layers it adapts")
 

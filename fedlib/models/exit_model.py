@@ -54,8 +54,7 @@ class ExitModel(nn.Module):
         """
         cached = x if isinstance(x, PartialForward) else PartialForward(0, self.backbone.stem(x))
         z, members = cached.z, cached.z.shape[0]
-        everybody = dict.fromkeys(range(len(self.exit_units)), slice(0, members))
-        route = route or Route([members] * self.depth, everybody)
+        route = route or Route([members] * self.depth, dict.fromkeys(range(len(self.exit_units)), slice(0, members)))
         stop = self.depth if route.stop is None else route.stop
         run = [unit for unit in range(stop) if route.alive[unit]]
         first = next((unit for unit in run if unit >= cached.units), stop)

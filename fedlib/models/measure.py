@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, Literal
 
 import torch
@@ -25,7 +25,18 @@ from .route import Route
 
 MIB = 2**20
 FLOAT = 4  # bytes
-FLOPS |= {getattr(torch.ops.aten, f"{x}_"): flop_registry[getattr(torch.ops.aten, x)] for x in ("addmm", "baddbmm")}
+aten = torch.ops.aten
+FLOPS |= {getattr(aten, f"{x}_"): flop_registry[getattr(aten, x)] for x in ("addmm", "baddbmm")}
+FLOPS |= {op: lambda *args, i=i, **_: 2 * args[i].numel() for op, i in ((aten.mv, 0), (aten.dot, 0), (aten.addmv, 1))}
+
+
+def flops_of_trilinear(*args: Any, **_: Any) -> int:
+    """Count a multiplication and an addition for each product of three entries, as ``nn.Bilinear`` adds them up."""
+    for_all = zip(args[:3], args[3:6], strict=True)
+    return 2 * math.prod(torch.broadcast_shapes(*(reduce(torch.unsqueeze, new, x).shape for x, new in for_all)))
+
+
+FLOPS[aten._trilinear] = flops_of_trilinear
 
 
 class Macs(TorchDispatchMode):

@@ -173,3 +173,17 @@ def test_products_that_add_in_place_count_as_others_do():
         to.baddbmm_(x, y)
         to[0].addmm_(x[0], y[0])
     assert counted.macs == (2 + 1) * 3 * 4 * 5
+
+
+def test_bilinear_layers_and_products_by_a_vector_count():
+    """They were free: PyTorch's own counter knows neither."""
+    x, y, v = torch.empty(2, 5, 8), torch.empty(2, 5, 6), torch.empty(8)
+    for made, macs in (
+        (lambda: nn.Bilinear(8, 6, 3)(x, y), 2 * 5 * 8 * 6 * 3),
+        (lambda: x @ v, 2 * 5 * 8),
+        (lambda: v @ v, 8),
+        (lambda: torch.addmv(y[0, :, 0], x[0], v), 5 * 8),
+    ):
+        with Macs() as counted:
+            made()
+        assert counted.macs == macs

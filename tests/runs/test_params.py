@@ -130,8 +130,14 @@ def test_what_a_profile_keeps_is_checked(only, message):
         ),
         (lambda: load_grid("reefl", "table1", "smoke", {"rounds": "7"}), "rounds = '7': expected int"),
         # schedules that follow from the size ended in a TypeError
-        (lambda: load_grid("cafedistill", "table1", "small", {"rounds": "7"}), "experiment: rounds = '7': expected int"),
-        (lambda: load_grid("cafedistill", "table1", "small", {"local_epochs": [1]}), "local_epochs = [1]: expected int"),
+        (
+            lambda: load_grid("cafedistill", "table1", "small", {"rounds": "7"}),
+            "experiment: rounds = '7': expected int",
+        ),
+        (
+            lambda: load_grid("cafedistill", "table1", "small", {"local_epochs": [1]}),
+            "local_epochs = [1]: expected int",
+        ),
         (lambda: load_grid("cafedistill", "table1", "small", {"decay_every": 0}), "decay_every = 0 must be at least 1"),
         (
             lambda: load_grid("reefl", "table1", "smoke", {"options": None}),
