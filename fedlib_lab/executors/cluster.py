@@ -179,7 +179,6 @@ class RayExecutor(Workers):
         return moved(super().home(trained), self.federation.device)
 
     def close(self) -> None:
-        workers = [*self.free, *self.starting.values(), *(worker for _, worker in self.running.values())]
-        for worker in workers:
+        for worker in [*self.free, *self.starting.values(), *(worker for _, worker in self.running.values())]:
             self.ray.kill(worker)
         self.ray.util.deregister_serializer(torch.Tensor)

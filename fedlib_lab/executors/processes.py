@@ -98,8 +98,7 @@ class Processes(Workers):
             except EOFError:
                 worker.close()
                 self.processes.remove(worker)
-                died = f"exit code {worker.process.exitcode}; -9: killed, often for want of memory"
-                yield i, None, EOFError(died)
+                yield i, None, EOFError(f"exit code {worker.process.exitcode}; -9: killed, often for want of memory")
                 self.processes.append(self._start_worker(worker.place))
                 self.processes[-1].wait_until_ready()
 

@@ -50,8 +50,9 @@ def where(frame: pd.DataFrame, conditions: Iterable[str]) -> pd.DataFrame:
             raise ValueError(f"{text}: expected a column, one of {' '.join(SIGNS)}, and a value, e.g. rounds=100")
         check_known([parts[1]], frame.columns, f"{text}: unknown key {{}}")
         value, holds = parse_yaml(parts[3] or "", text), SIGNS[parts[2]]
-        if isinstance(value, str) and (kinds := {*map(type, frame[parts[1]].dropna())}) and str not in kinds:
-            raise ValueError(f"{text}: {value!r} is a word; allowed: {frame[parts[1]].dropna().iloc[0]} and the like")
+        kind, said = type(value), frame[parts[1]].dropna()
+        if kind in (str, bool) and len(said) and kind not in {*map(type, said)}:
+            raise ValueError(f"{text}: {value!r} is a word; allowed: {said.iloc[0]} and the like")
         frame = frame[[_holds(holds, None if x is pd.NA or x != x else x, value) for x in frame[parts[1]]]]
     return frame
 

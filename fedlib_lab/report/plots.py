@@ -139,6 +139,8 @@ def plot_modes(frame: pd.DataFrame, plot=plot_exit_accuracies, title: str = "", 
     The figure's title is ``title`` (none: who leads) and the runs in words; of several data sets each panel has its
     own.
     """
+    if frame.empty:
+        raise ValueError("plot_modes: 0 rows; allowed: one or more, as from collect")
     looks = looks_of(named(frame))
     columns = [g for _, g in frame.groupby("column", sort=False)] if "column" in frame else [frame]
     groups = [group for part in columns for _, group in part.groupby("finetune", sort=False)]

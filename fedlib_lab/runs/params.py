@@ -73,8 +73,7 @@ def recipe_cell(name: str, profile: str, choices: Mapping[str, object]) -> Cell:
     """Return the cell of :func:`recipe`, which also says which layer set what."""
     check_type(name, str, "recipe")
     paper, _, table = name.partition("/")
-    if not (cells := load_grid(paper, table, profile, choices)):
-        raise ValueError(f"{name} has no such cell at {profile!r}")
+    cells = load_grid(paper, table, profile, choices)
     if len(rows := list(dict.fromkeys(c.variant for c in cells))) > 1:
         axis = "method" if "method" in load_spec(paper, table)["axes"] else "variant"
         raise ValueError(f"{name} has {len(rows)} such rows at {profile!r}: choose {axis} = {', '.join(rows)}")
@@ -185,9 +184,8 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
     of_paper, of_table, cells = _paper(paper), (spec.get("common", {}), kept), []
     for finetune, (name, variant), (column, said) in itertools.product(finetunes, variants.items(), columns.items()):
         limits = only.get(column, {})
-        here = [seed for seed in seeds if seed in limits.get("seeds", seeds)]
         asked = name in limits.get("variant", [name]) and finetune in _listed(variant.get("finetune", finetune))
-        if not (here and asked):
+        if not (asked and (here := [seed for seed in seeds if seed in limits.get("seeds", seeds)])):
             continue
         row = {k: v for k, v in variant.items() if k not in VARIANT_KEYS} | {"finetune": finetune, "seed": here[0]}
         layers = _layers(of_paper, profile, sizes, row, overrides, of_table, said)
@@ -195,6 +193,8 @@ def load_grid(paper: str, table: str, profile: str, overrides: Mapping[str, obje
         for seed in here:  # in which alone these cells differ
             own = {**layers, "row": {**layers["row"], "seed": seed}}
             cells.append(Cell(finetune, *place, seed, e.replace(seed=seed), own))
+    if not cells:
+        raise ValueError(f"{paper}/{table} has no such cell at {profile!r}; allowed: rows, modes, seeds that meet")
     return cells
 
 

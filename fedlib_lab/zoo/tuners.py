@@ -73,8 +73,7 @@ def inject_(vit: Backbone, mode: str, options: dict, seed: int) -> None:
     with global_seed(seed):  # peft finds a block's number only behind a dot
         inject_adapter_in_model(peft_configs()[mode](**settings), nn.ModuleDict({"vit": vit}))
     for unit, block in enumerate(vit.blocks):
-        layers = [(n, m) for n, m in block.named_modules() if isinstance(m, BaseTunerLayer)]
-        for path, layer in layers:
+        for path, layer in [(n, m) for n, m in block.named_modules() if isinstance(m, BaseTunerLayer)]:
             if not vit.spec.own_layers and (full := f"blocks.{unit}.{path}") not in adaptable(vit.spec):
                 raise ValueError(f"{full} is no linear layer or convolution that is called as a module")
             whole = getattr(layer.base_layer, "groups", 1) == 1  # else every group has a rank of its own

@@ -32,6 +32,12 @@ def test_a_figure_leaves_the_backend_as_interactive_as_it_became():
         matplotlib.interactive(before)
 
 
+def test_no_rows_are_no_figure():
+    """It ended in a division by zero."""
+    with pytest.raises(ValueError, match="plot_modes: 0 rows; allowed: one or more"):
+        plots.plot_modes(frame([("a", "reefl", "a")])[:0])
+
+
 def test_a_line_looks_the_same_in_every_panel_and_in_the_legend():
     """Variants that only one mode has must not take another's dash; handles are long enough to show it."""
     of = [("a", "inclusivefl", "a"), ("b", "inclusivefl", "b"), ("c", "inclusivefl", "c"), ("d", "inclusivefl", "d")]

@@ -156,6 +156,15 @@ def test_what_a_profile_keeps_is_checked(only, message):
             lambda: load_grid("reefl", "table1", "smoke", {"method": ["reefl"] * 2}),
             "names one twice; allowed: each once",
         ),
+        # tables said "0 stored runs found, nothing to train", and their figures ended in an error of NumPy's
+        (
+            lambda: load_grid("reefl", "table1", "small", {"seeds": []}),
+            "reefl/table1 has no such cell at 'small'; allowed: rows",
+        ),
+        (
+            lambda: load_grid("reefl", "table3", "small", {"variant": "inclusivefl_kd_fedavg", "finetune": "frozen"}),
+            "no such cell",
+        ),
         (lambda: load_experiment("reefl", "reefl", "smoke", {"num_exits": 7}), "does not divide 12 blocks"),
     ],
 )
