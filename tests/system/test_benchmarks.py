@@ -297,6 +297,24 @@ def test_one_core_is_measured_and_the_page_says_what_was_stored():
         assert all(f"{x:.2f}×" in line for x in row["ratio"].values()) and line.count("×") == len(row["ratio"])
 
 
+def test_the_page_on_speed_says_what_is_stored(monkeypatch):
+    """Every number of its two tables: seconds, and how many times fedlib's with the range over turns."""
+    monkeypatch.setenv("FEDLIB_OUTPUTS", str(ROOT / "outputs"))
+    records, _ = engine_speed.load("small", engine_speed.load_bench("small"), run_missing=False)
+    times, page = engine_speed.times_table(records), (ROOT / "benchmarks/README.md").read_text()
+    said = lambda r: f"{r.seconds:.2f} ({r.ratio:.2f}×, {r.ratio_min:.2f}–{r.ratio_max:.2f})"  # noqa: E731
+    for workload in (w for w in records if w[:2] != "W3"):
+        on_images = workload[:2] in ("W4", "W5")
+        others = ("PFLlib", "FL-bench") if on_images else ("pfl", "BlazeFL, threads", "Flower")
+        found = times.loc[workload]
+        (bare,) = (n for n in found.index if n == "two processes" + ", channels last" * on_images)
+        cells = [f"{found.seconds['fedlib']:.2f}", *(said(found.loc[n]) for n in (bare, *others))]
+        assert f"| {workload} | {' | '.join(cells)} |" in page
+        assert found.ratio[list(others)].min() > 1  # "No rival is faster"
+    devices = {(r["provenance"]["family"], r["provenance"]["commit"]) for r in records.values()}
+    assert len(devices) == 1  # in one run, on one machine
+
+
 def test_the_page_on_gpus_says_what_was_measured():
     """Every number of its two tables, and the rounds a second and those reached, are the stored ones."""
     stored = json.loads((ROOT / "outputs/benchmarks/gpu/h100.json").read_text())
