@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
+import seaborn
 
 from fedlib.core.experiment import Experiment
 from fedlib.core.paths import params_dir
@@ -134,8 +135,6 @@ def plot_spent(frame: pd.DataFrame, whole: float, subject: str):
 @styled
 def plot_students(shares: np.ndarray, ax=None, title: str = "Exits become students from the shallowest on"):
     """Plot ``shares`` (exits, rounds): of how many of a round's clients, in percent, each exit is a student."""
-    import seaborn
-
     ax = axes_of(ax, (7.2, 2.6))
     exits, rounds = shares.shape
     frame = pd.DataFrame(shares, index=range(1, exits + 1), columns=range(1, rounds + 1))
@@ -153,8 +152,6 @@ def plot_shares(shares: np.ndarray, labels: Sequence[int], title: str = "Clients
 
     Two panels: with what a client teaches itself, and without. Ticks name the labels, lines part them.
     """
-    import seaborn
-
     axes = panels(["all teachers", "without oneself"], title, (4.8, 4.0), columns=2, sharey=False)
     starts = [k for k in range(1, len(labels)) if labels[k] != labels[k - 1]]
     edges = [0, *starts, len(labels)]

@@ -11,6 +11,7 @@ from functools import cache
 
 import numpy as np
 import pandas as pd
+import seaborn
 import torch
 
 from fedlib.core.clients import Client
@@ -168,8 +169,6 @@ def plot_boxes(
     frame: pd.DataFrame, x: str, y: str, ylabel: str, title: str, lines: Mapping[str, float] | None = None, ax=None
 ):
     """Plot boxes of ``y`` for every ``x``, the clients as points; ``lines`` are full-size models, dashed, by name."""
-    import seaborn
-
     ax, color = axes_of(ax), color_of(PAPER)
     # boxes are pale, so that the points on them show
     seaborn.boxplot(frame, x=x, y=y, ax=ax, color=color, width=0.5, fliersize=0, boxprops={"alpha": 0.6})
@@ -204,8 +203,6 @@ def plot_dose(dose: pd.DataFrame, subject: str, ax=None):
 @styled
 def plot_bars(frame: pd.DataFrame, x: str, y: str, ylabel: str, subject: str, ax=None):
     """Plot a bar of ``y`` per ``x`` and method, SD over seeds; the title says RaFFM's share of full-size FL's."""
-    import seaborn
-
     ax, rows = axes_of(ax), named(frame)
     palette, means = looks_of(rows).palette, frame.groupby([x, "method"])[y].mean().unstack()
     share = 100 * means[PAPER] / means.drop(columns=PAPER).max(axis=1)
@@ -221,8 +218,6 @@ def plot_bars(frame: pd.DataFrame, x: str, y: str, ylabel: str, subject: str, ax
 @styled
 def plot_held(systems: Mapping[str, Sequence[float]], subject: str, ax=None):
     """Plot a histogram per system: how many clients hold which share of the whole model."""
-    import seaborn
-
     ax = axes_of(ax)
     rows = pd.DataFrame([(name, x) for name, shares in systems.items() for x in shares], columns=["system", "share"])
     seaborn.histplot(rows, x="share", hue="system", binwidth=0.05, binrange=(0, 1), palette=SYSTEMS, ax=ax)
@@ -235,8 +230,6 @@ def plot_held(systems: Mapping[str, Sequence[float]], subject: str, ax=None):
 @styled
 def plot_size_and_score(frame: pd.DataFrame, score: str, subject: str, ax=None):
     """Plot a dot per client: its model's size (``share`` of the whole) and ``score``, by ``system``."""
-    import seaborn
-
     ax, whole = axes_of(ax), frame.share > 0.99
     seaborn.scatterplot(frame, x="share", y="score", hue="system", style="system", palette=SYSTEMS, s=50, ax=ax)
     least = frame.iloc[frame.share.argmin()]  # by place: runs share the numbers of clients

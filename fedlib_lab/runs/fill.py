@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from joblib import cpu_count
 
 from fedlib.core.experiment import Experiment
 from fedlib.core.paths import outputs_dir
@@ -27,12 +28,13 @@ from fedlib.data.datasets import is_available
 from fedlib.engine.executors import Execution
 from fedlib.models.registry import tokenizer_of
 
+from ..executors.processes import sendable_error
 from .costs import about, each_seconds
 from .identity import OtherInputs
 from .params import Cell, load_grid, load_spec
 from .params_files import grids, papers, profiles
 from .progress import Watch
-from .side_by_side import DIED, GRACE_SECONDS, at_once, hand_out, here
+from .side_by_side import A_GPU, DIED, GRACE_SECONDS, at_once, hand_out, here, likeness, run_stack, stacks
 from .store import Folder, Run, find_run, run, run_path, stored_pace
 
 ONE_CORE = Execution(workers=1)
@@ -121,8 +123,7 @@ def queue(
                 missing.append((priority, grid, cell))
             else:
                 absent[cell.experiment.dataset] += 1
-        for name, count in absent.items():
-            skipped.append(f"{grid}: {count} runs wait for {name!r}, which is not at hand (see FEDLIB_DATA)")
+        skipped += [f"{grid}: {absent[d]} runs wait for {d!r}, which is not at hand (see FEDLIB_DATA)" for d in absent]
         if refused:
             skipped.append(f"{grid}: {len(refused)} stored runs are not believed; {refused[0]}")
     first: dict[Experiment, tuple[str, Cell]] = {}
@@ -155,26 +156,31 @@ def fill(
 ) -> Filled:  # fmt: skip
     """Run ``jobs`` in their order on ``workers`` cores (None: all), for so many ``minutes``, or until ``stop`` is set.
 
-    Each run has a core; the last one has all that are free. On GPUs (``device`` as of :class:`Execution`) each has a
-    process of its own, ``workers`` of them in turn over the GPUs (None: as ``side_by_side.at_once`` says). What runs
-    towards the end is asked to stop a sixth of the minutes before it (at most a minute), is killed at it, and goes on
-    from its checkpoint the next time. A run that fails is told of and does not stop the others; one whose process dies
-    is tried once more; one that another process holds is left to it.
+    Each run has a core; the last one has all that are free. On GPUs (``device`` as of :class:`Execution`) ``workers``
+    new processes take turns over the GPUs (None: as ``side_by_side.at_once`` says), and those that differ in seed, rate
+    or split alone train together in one, when the first of them is due. What runs towards the end is asked to stop a
+    sixth of the minutes before it (at most a minute), is killed at it, and goes on from its checkpoint the next time.
+    A run that fails is told of and does not stop the others; one whose process dies is tried once more; one that
+    another process holds is left to it.
     """
     execution, began, stop = Execution(device), time.monotonic(), stop or threading.Event()
-    workers = workers or (_cores() if device == "cpu" else at_once(execution))
+    workers = workers or (cpu_count() if device == "cpu" else at_once(execution))
     filled, grace = Filled([], [], list(jobs)), GRACE_SECONDS if minutes is None else min(GRACE_SECONDS, 10 * minutes)
 
     def seconds_left() -> float:
         left = math.inf if minutes is None else 60 * minutes - grace - (time.monotonic() - began)
         return 0.0 if stop.is_set() else left
 
-    answer = partial(_run_job, str(folder or outputs_dir() / "runs"), checkpoint_seconds, execution)
-    new = device != "cpu"
-    with contextlib.closing(hand_out(jobs, workers, answer, Watch([], False), seconds_left, grace, new)) as answers:
-        for job, answer in answers:
-            words = _note(filled, job, answer)
-            tell(f"{len(filled.done)} of {len(jobs)} done, about {core_hours(filled.left)} left: {words}")
+    answer = partial(_answer, str(folder or outputs_dir() / "runs"), checkpoint_seconds, execution)
+    new, groups = device != "cpu", dict[object, list[Job]]()
+    for job in jobs:
+        groups.setdefault(likeness(job.cell.experiment) if new else job, []).append(job)
+    todo = [*map(tuple, groups.values())]
+    with contextlib.closing(hand_out(todo, workers, answer, Watch([], False), seconds_left, grace, new)) as answers:
+        for group, each in answers:
+            for job, answer in zip(group, each if isinstance(each, list) else [each] * len(group), strict=True):
+                words = _note(filled, job, answer)
+                tell(f"{len(filled.done)} of {len(jobs)} done, about {core_hours(filled.left)} left: {words}")
     return filled
 
 
@@ -190,17 +196,27 @@ def _note(filled: Filled, job: Job, answer: dict | Exception | None) -> str:
     return f"{job}: {answer['accuracy']:.1f} %, {about(answer['seconds'])}"
 
 
-def _cores() -> int:
-    """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _answer(folder: str, seconds: float, execution: Execution, group: Sequence[Job], cores: int, watch: Watch) -> list:
+    """Run ``group``, together as far as ``side_by_side.stacks`` says; return what :func:`_run_job` says of each."""
+    every, how, answers = [job.cell.experiment for job in group], here(execution, cores), {}
+    run_one = partial(_run_job, folder, seconds, answers)
+    with contextlib.suppress(Exception):  # what is refused is so in its turn
+        for stack in stacks(every, how, A_GPU):
+            run_stack(run_one, stack, how, watch)
+    for e in [e for e in every if e not in answers]:
+        run_one(e, watch, how)
+    return [answers[e] for e in every]
 
 
-def _run_job(folder: str, seconds: float, execution: Execution, job: Job, cores: int, watch: Watch) -> dict:
-    """Run ``job`` at the lowest priority; return its accuracy and seconds, or {} if another process has it."""
+def _run_job(folder: str, seconds: float, answers: dict, e: Experiment, _: Watch, how: Execution) -> None:
+    """Run ``e`` at the lowest priority; answer: accuracy and seconds, its error, or {} if another process has it."""
     with contextlib.suppress(AttributeError, OSError):  # not on every system
         os.nice(19)
         Path("/proc/self/autogroup").write_text("19")  # Linux weighs a session's processes as one group
-    with contextlib.suppress(TimeoutError):
-        done = run(job.cell.experiment, here(execution, cores), folder, False, seconds, wait=False)
-        return {k: done.summary[k] for k in ("accuracy", "seconds")}
-    return {}
+    try:
+        done = run(e, how, folder, False, seconds, wait=False)
+        answers[e] = {k: done.summary[k] for k in ("accuracy", "seconds")}
+    except TimeoutError:
+        answers[e] = {}
+    except Exception as error:
+        answers[e] = sendable_error(error)

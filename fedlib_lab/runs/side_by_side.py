@@ -227,19 +227,12 @@ class _Relay(Watch):
     def __init__(self, send: Callable[[News], None]):
         self.send = send
 
-    def begin(self, e: Experiment, t: int) -> None:
-        self.send(News("begin", (e, t)))
-
     def round(self, e: Experiment, r: Finished) -> None:
         shown = {"accuracy": r.metrics["accuracy"]} if r.metrics is not None else None
         light = replace(r, server=Server(r.t, {}, {}), memories={}, losses={}, metrics=shown, mirrors={})
         self.send(News("round", (e, light)))
 
-    def end(self, e: Experiment) -> None:
-        self.send(News("end", (e,)))
-
-    def say(self, text: str) -> None:
-        self.send(News("say", (text,)))
+    begin, end, say = (lambda self, *told, name=name: self.send(News(name, told)) for name in ("begin", "end", "say"))
 
 
 class _Stream(io.RawIOBase):
@@ -307,22 +300,27 @@ def _bytes_of(e: Experiment) -> float:
     return bytes_to_train(e, f.model, 4 * kept) + sum(t.nbytes for t in (f.data.inputs, f.data.test_inputs, *caches))
 
 
-def stacks(missing: Sequence[Experiment], execution: Execution) -> Iterator[list[Experiment]]:
+def likeness(e: Experiment) -> str:
+    """Return what runs have in common that may train together (``executors/stacked.py``)."""
+    return json.dumps({k: x for k, x in e.identity().items() if k not in ("seed", *RATE, *SPLIT)}, sort_keys=True)
+
+
+def stacks(missing: Sequence[Experiment], execution: Execution, processes: int = 1) -> Iterator[list[Experiment]]:
     """Choose which of ``missing`` train together: those of unlike seed, rate or split alone (``executors/stacked.py``).
 
-    By default on a GPU, so many as memory suffices for, and of the kit's methods, as one of your own may take a
-    client's id for its place; ``execution.stack`` at most, of any method. Not while a profile is measured.
+    By default on a GPU, so many as memory suffices for where so many ``processes`` train, and of the kit's methods, as
+    one of your own may take a client's id for its place; ``execution.stack`` at most, of any method. Not while a
+    profile is measured.
     """
     threads, on_gpu = execution.executor in ("auto", "threads"), execution.device != "cpu"
     if not threads or (execution.stack is None and not on_gpu) or execution.stack == 1 or profiling.is_measuring():
         return
     alike: dict[str, list[Experiment]] = {}
     for e in missing:
-        fixed = {k: x for k, x in e.identity().items() if k not in ("seed", *RATE, *SPLIT)}
         if execution.stack or _is_the_kits(e):
-            alike.setdefault(json.dumps(fixed, sort_keys=True), []).append(e)
+            alike.setdefault(likeness(e), []).append(e)
     for group in (g for g in alike.values() if len(g) > 1):
-        free = SHARE_OF_MEMORY * memory_to_plan_with(torch.device(execution.device))
+        free = SHARE_OF_MEMORY / processes * memory_to_plan_with(torch.device(execution.device))
         most = execution.stack or max(1, int(free / _bytes_of(group[0])))
         yield from (part for i in range(0, len(group), most) if len(part := group[i : i + most]) > 1)
 
@@ -333,7 +331,7 @@ def run_stack(run_one: RunOne, stack: Sequence[Experiment], execution: Execution
     All go on if one fails, whose error is raised at the end. After a Ctrl-C all are stored up to their last rounds.
     """
     meeting, how = Meeting(len(stack)), replace(execution, executor="stacked", stack=len(stack))
-    with abreast(watch, len(stack)), ThreadPoolExecutor(len(stack)) as pool:
+    with ThreadPoolExecutor(len(stack)) as pool:
         runs = [pool.submit(meeting.attend, partial(run_one, e, watch, how)) for e in stack]
         try:
             wait(runs)

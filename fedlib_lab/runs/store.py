@@ -162,7 +162,8 @@ def run_all(
     one = partial(_run_one, folder=folder_of(folder), seconds=checkpoint_seconds, accept=accept, callback=callback)
     with Watch(missing, progress and bool(missing), pace) as watch:
         for stack in stacks:
-            side_by_side.run_stack(one, stack, execution, watch)
+            with side_by_side.abreast(watch, len(stack)):
+                side_by_side.run_stack(one, stack, execution, watch)
         if chosen:
             side_by_side.run_apart(one, chosen, execution, watch)
         for wait in (False, True):  # first what no other process holds

@@ -25,7 +25,7 @@ from fedlib_lab.runs import fill as queue_runs
 from fedlib_lab.runs.fill import Job, core_hours, fill, named, queue
 from fedlib_lab.runs.params import Cell
 from fedlib_lab.runs.progress import Watch
-from fedlib_lab.runs.side_by_side import A_GPU, Fork, hand_out, here
+from fedlib_lab.runs.side_by_side import A_GPU, Fork, hand_out, here, run_stack
 from fedlib_lab.runs.store import find_run, run_path
 from tests.helpers.stored import assert_nothing_left_over, assert_same, small, state
 
@@ -170,7 +170,7 @@ def test_a_run_that_fails_or_kills_its_process_does_not_stop_the_queue(tmp_path,
 
     def send(self, job, cores):
         original(self, job, cores)
-        e = job.cell.experiment
+        e = job[0].cell.experiment
         if e == deadly.cell.experiment or (e == unlucky.cell.experiment and e not in sent):
             self.process.kill()
         sent.append(e)
@@ -296,6 +296,45 @@ def test_on_gpus_each_run_has_a_new_process_and_the_next_gpu(tmp_path, monkeypat
 def test_new_processes_run_jobs_as_forks_do(tmp_path):
     """As on a GPU: on a CPU they are asked for by hand."""
     jobs = [job(small("reefl", seed=s, rounds=1)) for s in (1, 2)]
-    answer = partial(queue_runs._run_job, str(tmp_path), 20.0, Execution())
-    answers = list(hand_out(jobs, 2, answer, Watch([], False), new=True))
-    assert {j for j, _ in answers} == set(jobs) and all(a["accuracy"] >= 0 for _, a in answers)
+    answer = partial(queue_runs._answer, str(tmp_path), 20.0, Execution())
+    answers = list(hand_out([(j,) for j in jobs], 2, answer, Watch([], False), new=True))
+    assert {j for (j,), _ in answers} == set(jobs)
+    assert all(a[0]["accuracy"] >= 0 for _, a in answers)
+
+
+def test_on_gpus_what_differs_in_seed_rate_or_split_is_one_job(tmp_path, monkeypatch):
+    """Such runs train together, when the first of them is due, and each is told of; on CPUs each is a job."""
+    given, told = [], []
+
+    def handed(groups, *_):
+        given.append([[j.cell.experiment for j in group] for group in groups])
+        for group in groups:
+            yield group, [{"accuracy": 1.0, "seconds": 1.0} for _ in group]
+
+    monkeypatch.setattr(queue_runs, "hand_out", handed)
+    monkeypatch.setattr("fedlib.engine.executors.check_device", lambda device: None)
+    grid = [small("reefl", seed=1), small("fedavg", seed=1), small("reefl", seed=2, lr=0.2), small("fedavg", rounds=9)]
+    jobs = [job(e, e.method) for e in grid]
+    for device in ("cuda:0", "cpu"):
+        assert fill(jobs, 1, folder=tmp_path, device=device, tell=told.append).done and len(told) == 4
+        told.clear()
+    assert given == [[[grid[0], grid[2]], [grid[1]], [grid[3]]], [[e] for e in grid]]
+
+
+def test_of_those_that_train_together_each_has_its_own_answer(tmp_path, monkeypatch):
+    """A run that is refused, and one that another process holds, stop none of the others; all have the numbers of one alone."""
+    met = []
+    monkeypatch.setattr(
+        queue_runs, "run_stack", lambda one, stack, *a: met.append(len(stack)) or run_stack(one, stack, *a)
+    )
+    grid = [small("fedavg", seed=s, rounds=2) for s in (1, 2, 3)]
+    refused, elsewhere = grid[0].replace(partition="natural", seed=4), grid[0].replace(seed=5)
+    jobs = [job(e) for e in (*grid, refused, elsewhere)]
+    path = Path(run_path(elsewhere, tmp_path))
+    path.mkdir(parents=True)
+    with FileLock(path / ".lock"):
+        answers = queue_runs._answer(str(tmp_path), 20.0, Execution(stack=8), tuple(jobs), 1, Watch([], False))
+    assert met == [5] and answers[4] == {} and "partition" in str(answers[3])
+    for e, answer in zip(grid, answers[:3], strict=True):
+        alone = fedlib.run(e, Execution(workers=1), tmp_path / "alone", progress=False)
+        assert answer["accuracy"] == alone.accuracy == find_run(e, tmp_path).accuracy

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
+import seaborn
 
 from fedlib.methods.sliced.fedepth import pack
 
@@ -17,8 +18,6 @@ def plot_stages(needs: Sequence[float], budgets: Mapping[str, float], slack: flo
     A stage has a colour; blocks that fit no stage are grey. The title says how many stages the least and the largest
     budget make of ``net``. Returns the panels' Axes.
     """
-    import seaborn
-
     least, most = (pack(needs, budget, slack) for budget in (min(budgets.values()), max(budgets.values())))
     left_out = len(needs) - sum(map(len, least))
     said = f"{net}: {min(budgets.values()):.3g} {unit} make {len(least)} stages"
@@ -49,8 +48,6 @@ def plot_memory(frame: pd.DataFrame, subject: str, ax=None):
 
     ``frame`` as from ``training_memory.memory_of_stages``.
     """
-    import seaborn
-
     ax = axes_of(ax, (7.6, 0.42 * len(frame) + 1.8))
     rows = frame.assign(at=[f"{r.blocks}, r = {r.r}" if r.r != "all" else "all blocks" for r in frame.itertuples()])
     whole, share = frame[frame.r == "all"].measured_mib.max(), frame.r.iloc[0]
@@ -89,8 +86,6 @@ def plot_similarities(tables: Mapping[str, np.ndarray], subject: str):
 @styled
 def plot_parts(frame: pd.DataFrame, title: str, ax=None):
     """Plot what training holds: a stacked bar per ``net``, a part per other column, in percent, and its total."""
-    import seaborn
-
     ax, parts = axes_of(ax), frame.set_index("net")
     total, colors = parts.sum(axis=1), seaborn.color_palette("colorblind", parts.shape[1])
     how = {"stacked": True, "color": colors, "width": 0.8, "edgecolor": "white", "legend": False}

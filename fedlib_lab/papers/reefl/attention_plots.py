@@ -4,6 +4,7 @@ import io
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
@@ -40,8 +41,6 @@ def plot_blocks(image: np.ndarray, attention: Attention, i: int = 0, subject: st
     Means over heads, differences on one scale; so many blocks stand side by side (``wide``). The title says how much of
     the attention modulation moves (total variation). Returns the Axes; the first column is the image's.
     """
-    import matplotlib.pyplot as plt
-
     blocks, names = attention.maps["x"].shape[1], ("x", "read")
     wide = min(wide, blocks)
     maps = {name: np.array([_mean(attention, name, i, block) for block in range(blocks)]) for name in names}
@@ -76,8 +75,6 @@ def plot_heads(image: np.ndarray, attention: Attention, i: int = 0, subject: str
 
     Each map is on its own scale. Returns the Axes (heads + 1, blocks).
     """
-    import matplotlib.pyplot as plt
-
     blocks, heads = attention.maps[name].shape[1:3]
     size = (max(8.4, 0.7 * blocks + 0.4), 0.74 * (heads + 1) + 0.7)
     figure, axes = plt.subplots(heads + 1, blocks, figsize=size, squeeze=False, layout="constrained")
@@ -103,8 +100,6 @@ def plot_slide(
     ``chosen`` (classes, groups) as from ``pick_by_exit``; maps are those of the block of the image's earliest correct
     exit, mean over heads, each on its own scale. Returns the Axes (classes, groups, 1 + maps).
     """
-    import matplotlib.pyplot as plt
-
     exits, (rows, groups) = len(attention.exit_units), chosen.shape
     first = attention.earliest_correct(labels).tolist()
     wide, each = 1 + len(maps), 0.95 if groups > 1 else 1.3  # inches
