@@ -147,15 +147,15 @@ class Experiment(NamedFields):
     batch_size: Count = 32
     lr: Positive = 0.05
     min_lr: NotNegative = 0.001
-    momentum: Part = 0.0
+    momentum: Annotated[Part, When(optimiser="sgd")] = 0.0
     weight_decay: NotNegative = 0.0
     clip_value: Positive | None = 1.0
     clip_norm: Positive | None = None
     optimiser: typing.Literal["sgd", "adam", "adamw"] = "sgd"
     schedule: typing.Literal["cosine", "step", "exponential", "constant"] = "cosine"
-    milestones: tuple[float, ...] | None = None
-    decay: float | None = None
-    decay_every: Count = 1
+    milestones: Annotated[tuple[float, ...] | None, When(schedule="step")] = None
+    decay: Annotated[Share | None, When(schedule=("step", "exponential"))] = None
+    decay_every: Annotated[Count, When(schedule="exponential")] = 1
     warmup_rounds: float = 0.0
     local_schedule: typing.Literal["constant", "linear"] = "constant"
     precision: typing.Literal["float32", "tf32", "bfloat16"] = "float32"

@@ -87,7 +87,9 @@ def check_known(names: Iterable[object], allowed: Collection[str], says: str) ->
 def check_type(value: Any, kind: Any, where: str) -> Any:
     """Return ``value``, called ``where``; ``ValueError`` if it is not of type ``kind``."""
     if not isinstance(value, kind):
-        raise ValueError(f"{where} = {shown(value)}: expected {kind.__name__}, got {type(value).__name__}")
+        raise ValueError(
+            f"{where} = {shown(value)}: expected {kind.__name__}, got {type(value).__name__}"
+        )
     return value
 
 
@@ -126,10 +128,9 @@ def check_conditions(instance: Any, where: str) -> None:
         given = getattr(instance, f.name)
         if given != f.default and (missing := unmet_condition(instance, f.name)):
             switch, allowed = missing
-            raise ValueError(
-                f"{where}: {f.name} = {shown(given)} has no effect with {switch} = {shown(getattr(instance, switch))}; "
-                f"it needs {switch} = {' or '.join(map(shown, allowed))}"
-            )
+            why = f"has no effect with {switch} = {shown(getattr(instance, switch))}"
+            needs = f"it needs {switch} = {' or '.join(map(shown, allowed))}"
+            raise ValueError(f"{where}: {f.name} = {shown(given)} {why}; {needs}")
 
 
 def unmet_condition(instance: Any, name: str) -> tuple[str, tuple] | None:
@@ -226,9 +227,8 @@ def convert(value: object, hint: Any, where: str) -> Any:
         raise ValueError(f"{where} = {shown(value)}: expected a finite number")
     if isinstance(hint, type) and type(value) is hint:
         return _scalar(value, where)
-    raise ValueError(
-        f"{where} = {shown(value)}: expected {getattr(hint, '__name__', hint)}, got {type(value).__name__}"
-    )
+    expected = getattr(hint, "__name__", hint)
+    raise ValueError(f"{where} = {shown(value)}: expected {expected}, got {type(value).__name__}")
 
 
 def _check_limits(value: Any, limits: list[tuple[str, Callable[[float, float], bool], float]], where: str) -> None:

@@ -168,10 +168,8 @@ def source_key(name: str, tokenizer: str | None = None) -> dict | None:
 
 def _grouped(data: DataSet) -> DataSet:
     if not all("/" in c for c in data.classes):
-        raise ValueError(
-            f"experiment: label_groups = True, but the classes of {data.name!r} are not named group/class: "
-            f"{', '.join(data.classes[:3])}, ..."
-        )
+        why = f"the classes of {data.name!r} are not named group/class: {', '.join(data.classes[:3])}, ..."
+        raise ValueError(f"experiment: label_groups = True, but {why}")
     classes, group = np.unique([c.split("/")[0] for c in data.classes], return_inverse=True)
     to = torch.from_numpy(group)
     return replace(

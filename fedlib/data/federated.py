@@ -54,10 +54,8 @@ class FederatedData:
         granted[self.public] = True
         for i in range(self.num_clients) if len(self.public) else ():
             if (both := granted[rows := self.client(i)]).any():
-                raise ValueError(
-                    f"public examples must be nobody's: client {i} holds {both.sum()} of these {len(self.public)}, "
-                    f"row {rows[both].min()} for one"
-                )
+                held = f"client {i} holds {both.sum()} of these {len(self.public)}, row {rows[both].min()} for one"
+                raise ValueError(f"public examples must be nobody's: {held}")
 
     @property
     def device(self) -> torch.device:

@@ -118,11 +118,8 @@ def partition_examples(
     lost = sorted(set(np.unique(labels).tolist()) - set(labels[np.concatenate(parts)].tolist())) if left else []
     if left >= num_clients or lost:  # what equal sizes leave is less
         classes = f", all of class{'es'[: 2 * (len(lost) > 1)]} {', '.join(map(str, lost))} among them" if lost else ""
-        warnings.warn(
-            f"experiment: partition = {kind!r} with num_clients = {num_clients}: {left} of {len(labels)} training "
-            f"examples are nobody's{classes}",
-            stacklevel=2,
-        )
+        told = f"{left} of {len(labels)} training examples are nobody's{classes}"
+        warnings.warn(f"experiment: partition = {kind!r} with num_clients = {num_clients}: {told}", stacklevel=2)
     if empty := sum(not len(p) for p in parts):
         told = f"experiment: partition = {kind!r} leaves {empty} of {num_clients} clients without a training example"
         warnings.warn(told, stacklevel=2)
@@ -153,10 +150,8 @@ def _divided(
 def natural_partition(owners: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
     """Make the ``num_clients`` owners with most examples a client each, in the order of their ids."""
     if num_clients > (found := len(np.unique(owners))):
-        raise ValueError(
-            f"experiment: num_clients = {num_clients}, but the dataset has {found} natural clients; "
-            "partition = 'natural_split' divides each among several"
-        )
+        why = f"the dataset has {found} natural clients; partition = 'natural_split' divides each among several"
+        raise ValueError(f"experiment: num_clients = {num_clients}, but {why}")
     return [np.where(owners == o)[0] for o in sorted(np.argsort(-np.bincount(owners), kind="stable")[:num_clients])]
 
 

@@ -103,9 +103,8 @@ def _published(source: str, download: bool) -> TokenizerSpec:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ImportError(
-            f"the tokenizer of {source!r} needs transformers: pip install 'fedlib-kit[foreign]'"
-        ) from error
+        how = "pip install 'fedlib-kit[foreign]'"
+        raise ImportError(f"the tokenizer of {source!r} needs transformers: {how}") from error
     try:
         with fail_fast() if download else nullcontext():
             read = AutoTokenizer.from_pretrained(source, local_files_only=not download, trust_remote_code=False)
@@ -113,10 +112,8 @@ def _published(source: str, download: bool) -> TokenizerSpec:
     except Exception as error:  # huggingface_hub and transformers raise many classes
         raise unreadable_error("the tokenizer", source, error, "connect once, or name a folder with a copy") from error
     if (pad := read.pad_token or read.eos_token) is None:
-        raise ValueError(
-            f"the tokenizer of {source!r} has neither a pad token nor an end token, so rows of unequal length cannot "
-            "be read together: name one (pad_token in its tokenizer_config.json)"
-        )
+        why = "has neither a pad token nor an end token, so rows of unequal length cannot be read together"
+        raise ValueError(f"the tokenizer of {source!r} {why}: name one (pad_token in its tokenizer_config.json)")
     begin = next((i for i in (read.cls_token_id, read.bos_token_id) if i is not None), None)
     end = next(i for i in (read.eos_token_id, read.sep_token_id, read.pad_token_id) if i is not None)
     newline = read.backend_tokenizer.encode("\n", add_special_tokens=False).ids

@@ -3,12 +3,13 @@
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
+from ..core.annotations import Natural
 from ..core.experiment import Experiment
-from ..core.validation import check_all, check_conditions, shown
+from ..core.validation import check_all, check_conditions, check_type, convert, shown
 from ..data.datasets import DATASETS, TEXTS, is_text
 from ..data.federated import FederatedData
 from ..data.tasks import Classification, NextToken, Regression, task_of
@@ -19,7 +20,6 @@ from ..models.adapters import check_finetune, default_options
 from ..models.backbone import Spec
 from ..models.exit_model import ExitModel
 from ..models.registry import backbone_spec, check_pretrained
-from .optimisers import check_optimiser
 from .schedules import check_schedule
 
 
@@ -32,7 +32,7 @@ def check_experiment(e: Experiment) -> Method:
     method, config = build_method(e.method, e.options), backbone_spec(e.backbone, e.exit_head)
     known = e.dataset in TEXTS if e.dataset in DATASETS else None
     check_all(
-        lambda: check_conditions(e, "experiment"), lambda: check_optimiser(e), lambda: check_schedule(e),
+        lambda: check_conditions(e, "experiment"), lambda: check_schedule(e),
         lambda: check_pretrained(e.backbone, e.pretrained), lambda: check_input(e, config, known),
         lambda: check_labels(e, method), lambda: check_finetune(e.finetune, dict(e.finetune_options), config),
         lambda: method.check_backbone(config, e), lambda: exit_blocks_of(e, config, method),
@@ -43,12 +43,21 @@ def check_experiment(e: Experiment) -> Method:
 
 def exit_blocks_of(e: Experiment, config: Spec, method: Method) -> tuple[int, ...]:
     """Return the units with an exit; ``ValueError`` if the backbone has no such, or an exit's head no effect."""
-    blocks = e.exit_blocks if e.exit_blocks is not None else method.exit_units(config.depth, e.num_exits)
+    hook = f"{e.method}: exit_units()"
+    blocks = e.exit_blocks or increasing(method.exit_units(config.depth, e.num_exits), hook)
     if blocks[-1] >= config.depth:
         raise ValueError(f"experiment: exit_blocks = {list(blocks)}: {e.backbone} has blocks 0..{config.depth - 1}")
     if e.exit_head is not None and tuple(blocks) == (config.depth - 1,):
         raise e.refused("exit_head", "has no effect: no exit comes before the last unit")
-    return tuple(blocks)
+    return blocks
+
+
+def increasing(units: object, hook: str) -> tuple[int, ...]:
+    """Return the ``units`` that ``hook`` gave an exit; ``ValueError`` unless they are numbers that increase."""
+    given = convert([*check_type(units, Iterable, hook)], tuple[Natural, ...], hook)
+    if not given or list(given) != sorted(set(given)):
+        raise ValueError(f"{hook} = {list(given)}; allowed: numbers of units that increase")
+    return given
 
 
 def check_input(e: Experiment, config: Spec, text: bool | None) -> None:

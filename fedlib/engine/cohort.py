@@ -16,6 +16,7 @@ import torch
 from ..core.devices import to_device
 from ..core.profiling import phase
 from ..core.slices import NOTHING, Slice, take, within
+from ..core.validation import check_type
 from ..layers.norms import statistics
 from ..layers.overrides import override
 from ..methods.losses import Batch
@@ -141,7 +142,7 @@ class Cohort:
 
     def _by_member(self, tensors: Tensors, rows: Mapping[str, Sequence[int]]):
         """Yield name, member and tensor of what is stacked."""
-        for name, stacked in tensors.items():
+        for name, stacked in check_type(tensors, Mapping, "tensors to remember or send").items():
             if len(stacked) != len(held := rows.get(name, range(len(self.members)))):
                 whose = f"{len(held)} members hold it: row j is that of member cohort.rows[name][j]"
                 raise ValueError(f"{name!r} has {len(stacked)} rows, and {whose}")

@@ -10,6 +10,7 @@ import torch
 from ..core.devices import to_host
 from ..core.slices import Slice, is_cut, take, take_all
 from ..core.threads import map_in_threads
+from ..core.validation import check_type
 from ..methods import Round, Server
 from .arithmetic import arithmetic
 from .batches import shuffled_rows
@@ -79,7 +80,10 @@ def _logits(federation: Federation, forward: Forward) -> torch.Tensor:
 def served_parts(federation: Federation, server: Server) -> list[Slice | tuple[Slice, ...]]:
     """Return the sub-model that each exit is evaluated with on the central test set."""
     r = Round(server.t, (), federation.setting)
-    return [federation.method.model_for(j, server, r) for j in range(federation.setting.num_exits)]
+    parts = [federation.method.model_for(j, server, r) for j in range(federation.setting.num_exits)]
+    for one in (x for part in parts for x in (isinstance(part, tuple) and part or (part,))):
+        check_type(one, Slice, f"{federation.experiment.method}: model_for()")
+    return parts
 
 
 def exit_for(j: int, part: Slice | tuple[Slice, ...]) -> int:

@@ -193,16 +193,17 @@ def plan_round(f: Federation, server: Server, r: Round, workers: int, size: int 
 
     Models of one client stay together where they can stack: those that teach or are taught must meet.
     """
-    jobs: list[list[Member]] = []
+    jobs, hook = list[list[Member]](), f"{f.experiment.method}: members()"
     for client in r.clients:
         given, shapes = f.method.members(client, server, r), dict[Hashable, list[Member]]()
-        members = list(check_type(given, Iterable, f"{f.experiment.method}: members()"))
+        members = [check_type(m, Member, f"{hook}: one of them") for m in check_type(given, Iterable, hook)]
         for m in (m for m in members if m.trains):
             shapes.setdefault(m.part.shape_key(), []).append(m)
         jobs += [group + [m for m in members if not m.trains] for group in shapes.values()]
     if r.clients and not jobs:
-        raise ValueError(f"{f.experiment.method}: members() gave nothing that trains to any client of round {r.t}")
-    return plan_cohorts(jobs, workers, size, lambda c: f.method.program(c, f.setting))
+        raise ValueError(f"{hook} gave nothing that trains to any client of round {r.t}")
+    program = f"{f.experiment.method}: program()"
+    return plan_cohorts(jobs, workers, size, lambda c: check_type(f.method.program(c, f.setting), Hashable, program))
 
 
 def plan_cohorts(

@@ -1,6 +1,6 @@
 """Everything an experiment needs before its first round: data on the device, the model, the method, the budgets."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,7 +21,7 @@ from ..methods import Method, Round, Server, Setting
 from ..methods.values import unknown
 from ..models.adapters import apply_finetune_
 from ..models.exit_model import ExitModel
-from ..models.exits import EveryToken
+from ..models.exits import EveryToken, Head
 from ..models.measure import Measure
 from ..models.parameter_info import axes_of
 from ..models.registry import backbone_spec, build_backbone, tokenizer_of
@@ -103,9 +103,11 @@ def build_model(
         if e.exit_head is not None:
             backbone.spec = backbone_spec(e.backbone, e.exit_head)
         if (units := e.exit_blocks if exit_units is None else tuple(exit_units)) is None:
-            units = method.place_exits(backbone.spec, e.num_exits, partial(_measured, e, method, num_classes))
+            placed = method.place_exits(backbone.spec, e.num_exits, partial(_measured, e, method, num_classes))
+            units = checks.increasing(placed, f"{e.method}: place_exits()")
         task = task_of(e.dataset)
         head = method.build_head(backbone.spec, task.outputs(num_classes), units)
+        check_type(head, Head, f"{e.method}: build_head()")
         if task.reads == "tokens":
             backbone.reads_all = True
             head = EveryToken(head, backbone.spec.input_shape[0], isinstance(task, Span))
@@ -202,7 +204,8 @@ def build_train_cache(f: Federation, units: int) -> FrozenCache | None:
 
 def _cache(f: Federation, units: int, inputs: torch.Tensor) -> FrozenCache | None:
     view = partial(f.data.view, inputs, f.model.backbone.spec.input_shape)
-    return build_frozen_cache(f.model, units, len(inputs), view, f.device, f.method.skips(f.setting) if units else ())
+    skips = check_type(f.method.skips(f.setting), Collection, f"{f.experiment.method}: skips()") if units else ()
+    return build_frozen_cache(f.model, units, len(inputs), view, f.device, skips)
 
 
 def budgets_of(e: Experiment, method: Method) -> np.ndarray:

@@ -182,12 +182,6 @@ def build_optimiser(
     return made
 
 
-def check_optimiser(e: Experiment) -> None:
-    """Raise ``ValueError`` where an option has no effect or makes no sense."""
-    if e.optimiser != "sgd" and e.momentum:
-        raise e.refused("momentum", f"is of optimiser = 'sgd'; {e.optimiser!r} has moments of its own", "0")
-
-
 def clip_norms(grads: Tensors, at: Sequence[torch.Tensor], members: int, limit: float) -> list[torch.Tensor]:
     """Scale gradients down so that the norm over all of a member's leaves is at most ``limit``.
 

@@ -1,6 +1,7 @@
 """The round loop: sample, train, aggregate, evaluate. Who trains is an executor's matter (``engine/executors.py``)."""
 
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -82,7 +83,7 @@ def run_rounds(
             server = replace(server, mirrors=mirrors)
             with arithmetic("float32", federation.device), no_global_draws(e.method):
                 r = Round(t, tuple(federation.sample_clients(t)), setting)
-                r = replace(r, notes=method.prepare(server, r))
+                r = replace(r, notes=check_type(method.prepare(server, r), Mapping, f"{e.method}: prepare()"))
                 cohorts = plan_round(federation, server, r, executor.workers, executor.cohort_size)
             back = merge_returned(t, len(cohorts), executor.train(server, cohorts, r, memories))
             with phase("aggregation"), arithmetic("float32", federation.device), no_global_draws(e.method):
@@ -98,6 +99,11 @@ def run_rounds(
             memories.update(back.memories)
             changed = server.mirrors.changes if isinstance(server.mirrors, Overlay) else {}
             mirrors.update(changed)
+            if t == 1 and not (dropped or back.memories or back.extras or changed):
+                kept = all(torch.equal(p, server.params[n]) for n, p in before.items())
+                if kept and not any(x.any() for x in server.memory.values()):
+                    told = "round 1 changed no tensor of the server's and no client's memory"
+                    warnings.warn(f"{e.method}: {told}: does local_update() train?", stacklevel=2)
             with phase("evaluation"):
                 metrics = measure(federation, server, memories) if is_due(e, t) else None
             # numbers that arrived finite can still overflow in a server's optimiser

@@ -50,15 +50,11 @@ def _in_rounds(value: float, rounds: int) -> int:
 
 def check_schedule(e: Experiment) -> None:
     """Raise ``ValueError`` where an option of the schedule is missing, out of range, or without effect."""
-    decays, kind = e.schedule in ("step", "exponential"), f"with schedule = {e.schedule!r}"
-    if (e.decay is not None) != decays or (e.decay is not None and not 0 < e.decay <= 1):
-        need = "a factor in (0, 1]" if decays else "null (step and exponential decay by a factor)"
-        raise ValueError(f"experiment: decay = {e.decay} {kind}; allowed: {need}")
-    if e.decay_every > 1 and e.schedule != "exponential":
-        raise e.refused("decay_every", kind, "1 (it is of schedule = 'exponential')")
-    if (e.milestones is not None) != (e.schedule == "step") or e.milestones == ():
-        need = "rounds, or shares of them" if e.schedule == "step" else "null (they are of schedule = 'step')"
-        raise ValueError(f"experiment: milestones = {e.milestones} {kind}; allowed: {need}")
+    for key, of, need in (
+        ("decay", ("step", "exponential"), "a factor in (0, 1]"), ("milestones", ("step",), "rounds, or shares of them")
+    ):  # fmt: skip
+        if e.schedule in of and not getattr(e, key):
+            raise e.refused(key, f"with schedule = {e.schedule!r}", need)
     _check_rounds("milestones", e.milestones or (), e.rounds)
     _check_rounds("warmup_rounds", (e.warmup_rounds,) if e.warmup_rounds else (), e.rounds)
 

@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 
 from ..core.slices import is_cut, take
+from ..core.validation import check_type
 from ..methods.values import Member
 from .federation import Federation
 
@@ -107,7 +108,8 @@ class Stack:
         """The parameters that stay with the clients, of every member."""
         method, local = self.federation.method, self.federation.experiment.batch_norm == "local"
         infos = {n: self.infos[n] for n in self.rows}
-        return frozenset(n for n, i in infos.items() if method.personal(i) or (local and i.kind == "statistic"))
+        own = {n: check_type(method.personal(i), bool, "personal()") for n, i in infos.items()}
+        return frozenset(n for n, i in infos.items() if own[n] or (local and i.kind == "statistic"))
 
     def _stays(self, i: int, name: str) -> bool:
         return self.members[i].keeps == "all" or name in self.personal_names

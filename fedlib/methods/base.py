@@ -69,8 +69,6 @@ class Method(UploadOptions):
             self.refuse(f"noise_multiplier needs weighting = 'clients', not {self.weighting!r}: {why}")
         if self.dp_delta is not None and not self.noise_multiplier:
             self.refuse(f"dp_delta = {self.dp_delta} has no effect without a noise_multiplier")
-        if self.error_feedback and self.compress == "none":
-            self.refuse("error_feedback needs compress = 'quantise' or 'topk': nothing is left out")
         if self.noise_multiplier and (self.needs_models or self.needs_extras):
             self.refuse(f"noise_multiplier protects sums; {type(self).__name__.lower()} looks at single clients")
         if not self.sends_model and (self.update_norm is not None or self.compress != "none"):
@@ -149,6 +147,9 @@ class Method(UploadOptions):
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         """Cut a client's part of the model: the prefix up to its budget's exit, with all exits on the way."""
+        if client.budget >= r.setting.num_exits:
+            given = f"{type(self).__name__.lower()}: {r.setting.num_exits} exits, and clients of budget {client.budget}"
+            raise ValueError(f"{given}; allowed: an exit a budget (exit_units()), or a slice_for() that says otherwise")
         return Slice.prefix(r.setting.exit_units[client.budget] + 1, range(client.budget + 1))
 
     def personal(self, info: ParamInfo) -> bool:

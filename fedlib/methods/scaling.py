@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 
-from ..core.annotations import Count, NotNegative, Positive, Share
+from ..core.annotations import Count, NotNegative, Positive, Share, When
 from ..core.clients import Client
 from ..core.experiment import Experiment
 from ..core.slices import Axis, Slice
@@ -49,7 +49,7 @@ class Levels(Method):
 
     widths: tuple[Share, ...] | None = None  # s_w
     depths: tuple[Share, ...] | None = None  # s_d
-    ratios: tuple[Share, ...] | None = None  # r; None: 1, 1/2, 1/4, …
+    ratios: Annotated[tuple[Share, ...] | None, When(resources=None)] = None  # r; None: 1, 1/2, 1/4, …
     cost: Literal["parameters", "macs", "memory", "upload"] = "parameters"
     cut: Literal["both", "width", "depth"] = "both"  # the ablations cut one of the two alone
     grid: Share = 0.05  # of widths
@@ -67,8 +67,6 @@ class Levels(Method):
                 self.refuse(f"{key} = {list(values)} must end with 1, the whole model")
         if self.ratios is not None:
             check_ratios(self.ratios)
-        if self.ratios is not None and self.resources is not None:
-            self.refuse(f"ratios = {list(self.ratios)} has no effect with resources: they are clustered")
 
     # --- what is built -------------------------------------------------------------------------------------------
 
@@ -77,10 +75,8 @@ class Levels(Method):
         shares = self.depths or [(j + 1) / num_exits for j in range(num_exits)]
         units = tuple(max(1, round(share * depth)) - 1 for share in shares)
         if len(units) != num_exits or list(units) != sorted(set(units)):
-            raise ValueError(
-                f"experiment: num_exits = {num_exits}: depths = {list(shares)} of {depth} units give exits after "
-                f"{[u + 1 for u in units]}; allowed: {num_exits} that increase"
-            )
+            why = f"depths = {list(shares)} of {depth} units give exits after {[u + 1 for u in units]}"
+            raise ValueError(f"experiment: num_exits = {num_exits}: {why}; allowed: {num_exits} that increase")
         return units
 
     def place_exits(self, spec: Spec, num_exits: int, measured: Measured) -> tuple[int, ...]:
@@ -189,9 +185,9 @@ def distortions(levels: tuple[Level, ...], largest: Slice, setting: Setting) -> 
     ]
     whole, net = map(setting.measure.parameters, (largest, replace(largest, exits=largest.exits[-1:])))
     if whole > WHOLE * net:
+        costs = f"{whole / net:.2f} times the net with its last one alone, of which ratios are shares"
         found.append(
-            f"the whole with its {len(largest.exits)} exits costs {whole / net:.2f} times the net with its last one "
-            "alone, of which ratios are shares; lighter exits: exit_head = 'linear'"
+            f"the whole with its {len(largest.exits)} exits costs {costs}; lighter exits: exit_head = 'linear'"
         )
     return found
 

@@ -33,7 +33,8 @@ class UploadOptions:
     bits: Annotated[int, Ge(2), Le(32), When(compress="quantise")] = 8
     # of each tensor's entries, at least one
     topk_fraction: Annotated[Share, When(compress="topk")] = 0.1
-    error_feedback: bool = False  # what compression left out is added to the client's next update
+    # what compression left out is added to the client's next update
+    error_feedback: Annotated[bool, When(compress=("quantise", "topk"))] = False
 
     def upload_bits(self, sizes: Iterable[int]) -> int:
         """Count the bits of one upload of tensors with ``sizes`` entries.

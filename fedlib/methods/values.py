@@ -165,6 +165,9 @@ class Stage:
 
     def __post_init__(self):
         convert(self.epochs, Natural | None, "Stage: epochs")
+        for key, kind in (("trains", Callable), ("units", range), ("without", Collection)):
+            if (given := getattr(self, key)) is not None:
+                check_type(given, kind, f"Stage: {key}")
         if self.lr is not None and not (torch.as_tensor(self.lr) >= 0).all():
             raise ValueError(f"Stage: lr = {self.lr}; allowed: a rate from 0, or None")
 
@@ -175,6 +178,12 @@ class Serving:
 
     members: tuple[Member, ...]
     tune: Stage | None = None  # FedBABU
+
+    def __post_init__(self):
+        if not check_type(self.members, Collection, "serve(): members"):
+            raise ValueError("serve(): members = (): nothing would answer; allowed: a model or more")
+        for member in self.members:
+            check_type(member, Member, "serve(): one of its members")
 
 
 @dataclass

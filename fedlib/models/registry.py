@@ -33,10 +33,8 @@ class Own(Family):
     def load(self, name: str, spec: Spec, seed: int) -> Backbone | None:
         if name in WEIGHTS:
             if (file := weights_file(name)) is None:
-                raise ConnectionError(
-                    f"the weights of {name!r} are not at hand: put {name}.safetensors into $FEDLIB_DATA/backbones, "
-                    f"make it (python -m pretraining {name}), or use backbone='deit_micro'"
-                )
+                how = f"put {name}.safetensors into $FEDLIB_DATA/backbones, make it (python -m pretraining {name})"
+                raise ConnectionError(f"the weights of {name!r} are not at hand: {how}, or use backbone='deit_micro'")
             return load_weights_(ViT(VITS[name]), file)
         if name in BERTS:
             from safetensors.torch import load_file
@@ -131,8 +129,6 @@ def backbone_spec(name: str, exit_head: str | None = None) -> Spec:
     if exit_head is None:
         return spec
     if not isinstance(spec, MapSpec) or len(spec.feature(0)) != 3:
-        raise ValueError(
-            f"experiment: exit_head = {exit_head!r} is for exits that read maps, and those of backbone = {name!r} "
-            "do not; allowed: a convnet, or None"
-        )
+        why = f"is for exits that read maps, and those of backbone = {name!r} do not; allowed: a convnet, or None"
+        raise ValueError(f"experiment: exit_head = {exit_head!r} {why}")
     return replace(spec, exit_head=exit_head)

@@ -305,26 +305,66 @@ def test_a_default_that_would_not_count_is_refused(decorated):
         decorated(Mine)()
 
 
-WRONG = {  # hook: what it gives, and what is said
-    "members": (None, "members() = None: expected Iterable"),
-    "slice_for": (None, "a member's part, of slice_for(), = None: expected Slice"),
-    "upload": (None, "upload() = None: expected Update"),
-    "summarise": (None, "summarise() = None: expected MaskedMean"),
-    "aggregate": (None, "aggregate() = None: expected Server"),
-    "serve": (None, "serve() = None: expected Serving"),
-    "init_server": (None, "init_server() = None: expected Server"),
-    "num_budgets": (0, "num_budgets() = 0 must be at least 1"),
-    "client_budgets": ([0, 1, 2, 0], "client_budgets() gave [0, 1, 2, 0]; allowed: 4 numbers, one a client, 0..1"),
-    "eligible": ([0.0, 1.0], "eligible() gave [0.0, 1.0]; allowed: distinct ids"),
-}
+WRONG = [  # hook, what it gives, and what is said
+    ("members", None, "members() = None: expected Iterable"),
+    ("members", [None], "members(): one of them = None: expected Member"),
+    ("slice_for", None, "a member's part, of slice_for(), = None: expected Slice"),
+    ("upload", None, "upload() = None: expected Update"),
+    ("summarise", None, "summarise() = None: expected MaskedMean"),
+    ("aggregate", None, "aggregate() = None: expected Server"),
+    ("serve", None, "serve() = None: expected Serving"),
+    ("model_for", None, "model_for() = None: expected Slice"),
+    ("model_for", (), "model_for() = (): expected Slice, got tuple"),
+    ("model_for", (Slice.prefix(12, (0, 1)), 1), "model_for() = 1: expected Slice, got int"),
+    ("init_server", None, "init_server() = None: expected Server"),
+    ("num_budgets", 0, "num_budgets() = 0 must be at least 1"),
+    ("client_budgets", [0, 1, 2, 0], "client_budgets() gave [0, 1, 2, 0]; allowed: 4 numbers, one a client, 0..1"),
+    ("eligible", [0.0, 1.0], "eligible() gave [0.0, 1.0]; allowed: distinct ids"),
+    ("exit_units", None, "exit_units() = None: expected Iterable"),
+    ("exit_units", (5, 2), "exit_units() = [5, 2]; allowed: numbers of units that increase"),
+    ("exit_units", (2.0, 5.0), "exit_units() = 2.0: expected int, got float"),
+    ("exit_units", (5,), "odd: 1 exits, and clients of budget 1; allowed: an exit a budget"),
+    ("place_exits", None, "place_exits() = None: expected Iterable"),
+    ("place_exits", (5, 5), "place_exits() = [5, 5]; allowed: numbers of units that increase"),
+    ("build_head", None, "build_head() = None: expected Head"),
+    ("program", [1], "program() = [1]: expected Hashable, got list"),
+    ("prepare", None, "prepare() = None: expected Mapping"),
+    ("personal", None, "personal() = None: expected bool"),
+]
 
 
-@pytest.mark.parametrize("hook", WRONG)
-def test_what_a_hook_gives_is_checked_where_it_is_asked(tiny, method, hook):
-    given, said = WRONG[hook]
+@pytest.mark.parametrize(("hook", "given", "said"), WRONG)
+def test_what_a_hook_gives_is_checked_where_it_is_asked(tiny, method, hook, given, said):
     name = method(type("Odd", (Method,), {hook: lambda self, *_: given}))
     with pytest.raises(ValueError, match=re.escape(said)):
         [*run_rounds(build_federation(experiment(tiny, name, rounds=1, test_split="like_train")), ONE)]
+
+
+def test_what_a_frozen_backbone_keeps_for_skips_is_checked(tiny, method):
+    name = method(type("Odd", (Method,), {"skips": lambda self, setting: None}))
+    with pytest.raises(ValueError, match=re.escape("skips() = None: expected Collection")):
+        build_federation(experiment(tiny, name, finetune="frozen", augment="none"))
+
+
+VALUES = {
+    "serve(): members = (): nothing would answer; allowed: a model or more": lambda: Serving(()),
+    "serve(): one of its members = 1: expected Member": lambda: Serving((1,)),
+    "Stage: units = 3: expected range": lambda: Stage(units=3),
+    "Stage: trains = 'head': expected": lambda: Stage("head"),
+    "Stage: without = 3: expected": lambda: Stage(without=3),
+}
+
+
+@pytest.mark.parametrize("said", VALUES)
+def test_values_of_a_wrong_kind_are_refused_where_they_are_made(said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        VALUES[said]()
+
+
+@pytest.mark.parametrize("keep", ["remember", "send"])
+def test_what_a_client_keeps_or_sends_has_names(tiny, keep):
+    with pytest.raises(ValueError, match=re.escape("to remember or send = 1.0: expected Mapping")):
+        getattr(cohort_of(build_federation(experiment(tiny, "depthfl"))), keep)("a", 1.0)
 
 
 def test_eligible_may_give_a_list(tiny, method):
@@ -351,3 +391,14 @@ def test_a_stage_goes_downhill_for_whole_epochs():
         with pytest.raises(ValueError, match=f"Stage: {next(iter(wrong))} = "):
             Stage(**wrong)
     assert Stage(lr=torch.tensor([0.1, 0.0]), epochs=0).epochs == 0
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_first_round_that_changes_nothing_is_said(tiny, method, trains):
+    class Idle(Method):
+        def local_update(self, cohort):
+            if trains:
+                cohort.train(self.local_loss, Stage(lambda info: False))
+
+    with pytest.warns(UserWarning, match="idle: round 1 changed no tensor of the server's and no client's memory"):
+        list(run_rounds(build_federation(experiment(tiny, method(Idle), rounds=2)), ONE))

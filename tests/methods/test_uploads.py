@@ -325,7 +325,7 @@ def test_a_run_that_was_stored_with_the_option_called_clip_norm_is_found_and_goe
     ({"dp_delta": 0.1}, "dp_delta = 0.1 has no effect without a noise_multiplier"),
     ({"bits": 4}, "bits = 4 has no effect with compress = 'none'; it needs compress = 'quantise'"),
     ({"topk_fraction": 0.5}, "topk_fraction = 0.5 has no effect with compress = 'none'"),
-    ({"error_feedback": True}, "error_feedback needs compress"),
+    ({"error_feedback": True}, "error_feedback = True has no effect with compress = 'none'"),
 ])  # fmt: skip
 def test_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):

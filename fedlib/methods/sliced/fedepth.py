@@ -226,10 +226,8 @@ def check_stages(needs: Sequence[float], budget: float, slack: float, leaves_out
     why = "only blocks before the first trained one may be left out" if leaves_out else "no block may be left out"
     for place, block in enumerate(large):
         if block != place or block not in allowed:
-            raise ValueError(
-                f"block {block + 1} of {len(needs)} needs {needs[block]:.2f} MiB, the budget is {budget:.2f} MiB "
-                f"with {slack:.0%} slack, and {why}"
-            )
+            short = f"needs {needs[block]:.2f} MiB, the budget is {budget:.2f} MiB with {slack:.0%} slack, and {why}"
+            raise ValueError(f"block {block + 1} of {len(needs)} {short}")
 
 
 def check_skips(spec: Spec, ends: Sequence[int]) -> None:

@@ -43,10 +43,8 @@ class InclusiveFL(ServerStep):
                 blocks.setdefault(info.unit, set()).add(sub_key(name))
         unlike = len(setting.spec.feature(0)) != 1 or (blocks and not set.intersection(*blocks.values()))
         if self.momentum_distill and unlike:
-            raise ValueError(
-                "inclusivefl: momentum_distill = True adds up what blocks of equal shape learnt, and those of backbone "
-                f"= {e.backbone!r} differ; allowed: False, or a ViT, Vim or BERT"
-            )
+            why = f"adds up what blocks of equal shape learnt, and those of backbone = {e.backbone!r} differ"
+            raise ValueError(f"inclusivefl: momentum_distill = True {why}; allowed: False, or a ViT, Vim or BERT")
 
     def slice_for(self, client: Client, server: Server, r: Round) -> Slice:
         """Cut the prefix up to the client's exit; its last block is the exit's own, once the exit has had a client."""

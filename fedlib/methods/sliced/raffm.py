@@ -78,10 +78,9 @@ class RaFFM(ServerStep):
         narrowest, whole = self.part(space.narrowest(), setting, {}), setting.full()
         least = setting.measure.cost(self.constraint, narrowest) / setting.measure.cost(self.constraint, whole)
         if least > min(self.shares):
-            raise ValueError(
-                f"raffm: shares = {list(self.shares)}: no sub-model has {min(self.shares):g} of the {self.constraint} "
-                f"of the whole; the smallest that attention, ffn and residual allow has {least:.3f}"
-            )
+            why = f"no sub-model has {min(self.shares):g} of the {self.constraint} of the whole"
+            least = f"the smallest that attention, ffn and residual allow has {least:.3f}"
+            raise ValueError(f"raffm: shares = {list(self.shares)}: {why}; {least}")
 
     def exit_units(self, depth: int, num_exits: int) -> tuple[int, ...]:
         return (depth - 1,)
@@ -248,20 +247,14 @@ def check_widths(space: Space, rank: Sequence[str], setting: Setting, e: Experim
         refuse(f"backbone: a {kind} has no attention heads to cut; allowed: a ViT, BERT or foreign")
     check_axes(e)
     if spec.centred and min(space.kinds["residual"]) < 1:
-        refuse(
-            f"backbone = {e.backbone!r} standardises what exits read by whole features, which a narrower residual "
-            f"stream has not; allowed: residual = [1.0], or backbone = '{e.backbone}.stream'"
-        )
+        why = "standardises what exits read by whole features, which a narrower residual stream has not"
+        refuse(f"backbone = {e.backbone!r} {why}; allowed: residual = [1.0], or backbone = '{e.backbone}.stream'")
     if space.whole_heads and spec.shares_heads and attention:
         refuse(f"cut = 'heads': the layers of {e.backbone!r} share positions per head; allowed: features")
     if spec.grouped and (attention or {"qk", "vo", "heads"} & set(rank)):
-        refuse(
-            f"heads of {e.backbone!r} share keys and values and are never cut; allowed: attention = [1.0] and rank of "
-            "ffn and residual"
-        )
+        allowed = "attention = [1.0] and rank of ffn and residual"
+        refuse(f"heads of {e.backbone!r} share keys and values and are never cut; allowed: {allowed}")
     if spec.rotary and ("qk" in rank or (attention and not space.whole_heads)):
         key, allowed = ("rank = ['qk']", "vo, ffn, heads, residual") if "qk" in rank else ("attention", "[1.0]")
-        refuse(
-            f"{key}: queries and keys of {e.backbone!r} are rotated in pairs by position, so their order means "
-            f"something; allowed: {allowed}" + ("" if "qk" in rank else ", or cut = 'heads'")
-        )
+        why = f"queries and keys of {e.backbone!r} are rotated in pairs by position, so their order means something"
+        refuse(f"{key}: {why}; allowed: {allowed}" + ("" if "qk" in rank else ", or cut = 'heads'"))

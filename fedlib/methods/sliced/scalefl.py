@@ -49,9 +49,8 @@ class ScaleFL(Levels):
 
     def check_backbone(self, spec: Spec, e: Experiment) -> None:
         if isinstance(spec, ViTSpec):
-            warnings.warn(
-                "scalefl: on a ViT ReeFL compares with 'scalefl_vit', its own form of this method", stacklevel=2
-            )
+            told = "on a ViT ReeFL compares with 'scalefl_vit', its own form of this method"
+            warnings.warn(f"scalefl: {told}", stacklevel=2)
 
     def local_loss(self, batch: Batch) -> torch.Tensor:
         plain = self.distill_from * batch.rounds  # the release's rounds count from 0, and its inequality is strict
