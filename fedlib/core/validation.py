@@ -87,9 +87,7 @@ def check_known(names: Iterable[object], allowed: Collection[str], says: str) ->
 def check_type(value: Any, kind: Any, where: str) -> Any:
     """Return ``value``, called ``where``; ``ValueError`` if it is not of type ``kind``."""
     if not isinstance(value, kind):
-        raise ValueError(
-            f"{where} = {shown(value)}: expected {kind.__name__}, got {type(value).__name__}"
-        )
+        raise ValueError(f"{where} = {shown(value)}: expected {kind.__name__}, got {type(value).__name__}")
     return value
 
 
@@ -123,14 +121,17 @@ def check_instance(instance: Any, where: str) -> None:
 
 
 def check_conditions(instance: Any, where: str) -> None:
-    """Raise ``ValueError`` for a field that differs from its default and does nothing (:class:`When`)."""
+    """Raise ``ValueError`` for fields that differ from their default and do nothing (:class:`When`), a line each."""
+    said = []
     for f in dataclasses.fields(instance):
         given = getattr(instance, f.name)
         if given != f.default and (missing := unmet_condition(instance, f.name)):
             switch, allowed = missing
             why = f"has no effect with {switch} = {shown(getattr(instance, switch))}"
             needs = f"it needs {switch} = {' or '.join(map(shown, allowed))}"
-            raise ValueError(f"{where}: {f.name} = {shown(given)} {why}; {needs}")
+            said.append(f"{where}: {f.name} = {shown(given)} {why}; {needs}")
+    if said:
+        raise ValueError("\n".join(said))
 
 
 def unmet_condition(instance: Any, name: str) -> tuple[str, tuple] | None:

@@ -31,15 +31,18 @@ def test_what_does_nothing_or_cannot_be_is_refused_before_compute(values, messag
 
 
 def test_all_that_is_refused_is_said_at_once():
-    e = Experiment(method="depthfl", backbone="convnet3", milestones=(0.5,), crop_pad=40)
+    e = Experiment(method="depthfl", backbone="convnet3", classes_per_client=3, milestones=(0.5,), crop_pad=40)
     with pytest.raises(ValueError) as error:
         check_experiment(e)
     said = str(error.value).splitlines()
     assert [line.split(" = ")[0] for line in said] == [
-        f"experiment: {key}" for key in ("milestones", "pretrained", "crop_pad", "finetune", "num_exits")
+        f"experiment: {key}"
+        for key in ("classes_per_client", "milestones", "pretrained", "crop_pad", "finetune", "num_exits")
     ]
-    assert all("allowed: " in line for line in said)
-    check_experiment(e.replace(milestones=None, pretrained=False, crop_pad=2, finetune="full", num_exits=3))
+    assert all("allowed: " in line or "; it needs " in line for line in said)
+    check_experiment(
+        e.replace(classes_per_client=2, milestones=None, pretrained=False, crop_pad=2, finetune="full", num_exits=3)
+    )
 
 
 def test_a_backbone_of_one_channel_does_not_read_colours(tmp_path, monkeypatch):
