@@ -33,8 +33,8 @@ OF_THE_CORE = {folder for folders in LAYERS[:5] for folder in folders}
 # Lines of code as they stand. They may only be lowered: what comes in is paid for by what goes, perhaps elsewhere in its
 # package (executors rose from 599 by the one that stacks runs, kernels from 396 by steps as graphs, report from 1839)
 LINES = {
-    "fedlib": 8303,
-    "core": 909,
+    "fedlib": 8301,
+    "core": 907,
     "data": 1132,
     "engine": 1955,
     "layers": 560,
@@ -44,7 +44,7 @@ LINES = {
     "atlas": 358,
     "cli": 194,
     "executors": 780,
-    "formats": 872,
+    "formats": 873,
     "kernels": 460,
     "papers": 1113,
     "report": 1841,

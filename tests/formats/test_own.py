@@ -5,6 +5,7 @@ import warnings
 
 import datasets as hf
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -295,6 +296,7 @@ def test_rows_of_no_part_are_said():
 
 @pytest.mark.parametrize("train, classes, sentence", [
     (([[1, 2], [3]], [0, 1]), None, "mine: setting an array element with a sequence"),
+    (pd.DataFrame({"text": ["a"], "label": [0]}), None, "mine: 'DataFrame' is no data set; allowed: a datasets.Dataset"),
     ((X, Y), 3, "mine: classes = 3; allowed: a list of names"), ((X, Y), "abc", "mine: classes = 'abc'; allowed: a list"),
 ])  # fmt: skip
 def test_what_is_no_pair_of_arrays_is_refused_by_name(train, classes, sentence):
