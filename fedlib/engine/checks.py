@@ -43,8 +43,7 @@ def check_experiment(e: Experiment) -> Method:
 
 def exit_blocks_of(e: Experiment, config: Spec, method: Method) -> tuple[int, ...]:
     """Return the units with an exit; ``ValueError`` if the backbone has no such, or an exit's head no effect."""
-    hook = f"{e.method}: exit_units()"
-    blocks = e.exit_blocks or increasing(method.exit_units(config.depth, e.num_exits), hook)
+    blocks = e.exit_blocks or increasing(method.exit_units(config.depth, e.num_exits), f"{e.method}: exit_units()")
     if blocks[-1] >= config.depth:
         raise ValueError(f"experiment: exit_blocks = {list(blocks)}: {e.backbone} has blocks 0..{config.depth - 1}")
     if e.exit_head is not None and tuple(blocks) == (config.depth - 1,):

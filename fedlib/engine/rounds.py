@@ -102,8 +102,7 @@ def run_rounds(
             if t == 1 and not (dropped or back.memories or back.extras or changed):
                 kept = all(torch.equal(p, server.params[n]) for n, p in before.items())
                 if kept and not any(x.any() for x in server.memory.values()):
-                    told = "round 1 changed no tensor of the server's and no client's memory"
-                    warnings.warn(f"{e.method}: {told}: does local_update() train?", stacklevel=2)
+                    warnings.warn(f"{e.method}: round 1 changed no tensor and no client's memory", stacklevel=2)
             with phase("evaluation"):
                 metrics = measure(federation, server, memories) if is_due(e, t) else None
             # numbers that arrived finite can still overflow in a server's optimiser

@@ -12,7 +12,7 @@ from fedlib.core.slices import NOTHING, Slice
 from fedlib.engine import rounds
 from fedlib.engine.cohort import Cohort
 from fedlib.engine.executors import plan_round
-from fedlib.methods import METHODS, Member, Method, Round, Serving, Stage
+from fedlib.methods import METHODS, Member, Method, Round, Serving, Stage, register
 from fedlib.methods.losses import cross_entropies
 
 ONE = Execution(workers=1)
@@ -400,5 +400,16 @@ def test_a_first_round_that_changes_nothing_is_said(tiny, method, trains):
             if trains:
                 cohort.train(self.local_loss, Stage(lambda info: False))
 
-    with pytest.warns(UserWarning, match="idle: round 1 changed no tensor of the server's and no client's memory"):
+    with pytest.warns(UserWarning, match="idle: round 1 changed no tensor and no client's memory"):
         list(run_rounds(build_federation(experiment(tiny, method(Idle), rounds=2)), ONE))
+
+
+def test_a_misspelt_hook_is_said_and_what_is_no_method_refused(monkeypatch):
+    """Nothing called it, so FedAvg ran under the method's name."""
+    monkeypatch.setattr("fedlib.methods.METHODS", dict(METHODS))
+    with pytest.warns(
+        UserWarning, match=re.escape("method 'odd': nothing calls local_updates(); did you mean local_up")
+    ):
+        register("odd")(type("Odd", (Method,), {"local_updates": lambda self, cohort: None}))
+    with pytest.raises(ValueError, match=re.escape("above a class that derives from Method")):
+        register("odd")(type("Odd", (), {}))
