@@ -49,7 +49,7 @@ LINES = {
     "papers": 1113,
     "report": 1841,
     "rivals": 648,
-    "runs": 2790,
+    "runs": 2789,
     "zoo": 1811,
 }
 HEAVY = {
@@ -237,6 +237,8 @@ def test_heavy_packages_are_imported_where_they_are_needed():
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []  # fmt: skip
             for name in names:
                 allowed = name == "pandas" and folder_of(path) in ("report", "atlas", "papers")
+                draws = folder_of(path) == "papers" or path.stem.endswith("plots")  # loaded to draw
+                allowed |= name in ("seaborn", "matplotlib.pyplot") and draws
                 assert allowed or name.split(".")[0] not in HEAVY, f"{path.name} imports {name} at module level"
 
 

@@ -70,9 +70,9 @@ def register(name: str):
     def add(cls: type[Method]) -> type[Method]:
         if not isinstance(name, str) or not (isinstance(cls, type) and issubclass(cls, Method)):
             raise ValueError(f"register({name!r}) of {cls!r}; allowed: a name, above a class that derives from Method")
-        for own in (n for n, x in vars(cls).items() if callable(x) and not hasattr(Method, n)):
+        for own in (n for n, x in vars(cls).items() if n[0] != "_" and callable(x) and not hasattr(Method, n)):
             if near := difflib.get_close_matches(own, [n for n in vars(Method) if n[0] != "_"], 1, 0.8):
-                warnings.warn(f"method {name!r}: nothing calls {own}(); did you mean {near[0]}()?", stacklevel=2)
+                warnings.warn(f"method {name!r}: {own}() is no hook; did you mean {near[0]}()?", stacklevel=2)
         if gone := [f"{hook} ({instead})" for hook, instead in GONE.items() if hasattr(cls, hook)]:
             raise ValueError(f"method {name!r} has hooks that nothing calls any more: {', '.join(gone)}")
         known = METHODS.get(name)

@@ -26,7 +26,6 @@ from .decode import OWNERS, Layout, Part, decode, train_and_test
 from .images import SCALED, decode_images
 from .local import check_pieces, layout_of, train_of, visible_files
 
-LISTED = {"__getitem__", "__len__"}  # of a torchvision set; dicts and tables of pandas have keys
 Own = Callable[[str | None], tuple[dict, Read]]
 TAKEN = "a datasets.Dataset or DatasetDict, a torchvision set without a transform, or a pair of arrays"
 
@@ -142,7 +141,8 @@ def _of_splits(where: str, splits: Mapping, key: dict, unread: tuple, tokenizer:
 
 def _pair(name: str, given: Any) -> tuple[Any, Any, Sequence[str] | None]:
     """Return (inputs, labels, class names if any) of arrays or a torchvision set; inputs may be Pillow's images."""
-    if not isinstance(given, (tuple, list, str)) and {*dir(given)} & {"__getitem__", "__len__", "keys"} == LISTED:
+    listed = all(hasattr(given, n) for n in ("__getitem__", "__len__")) and not hasattr(given, "keys")  # a table's
+    if listed and not isinstance(given, (tuple, list, str)):
         pairs = [given[i] for i in range(len(given))]  # images, and labels as numbers
         classes, images = getattr(given, "classes", None), [image for image, *_ in pairs]
         if not all(hasattr(i, "getpixel") for i in images):  # some are no images of Pillow's

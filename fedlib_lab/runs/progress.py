@@ -24,10 +24,8 @@ def call_quietly(tell: Callable, *args: Any, **options: Any) -> Any:
     """Call ``tell`` and return what it returns; that it speaks to a closed stream or a broken pipe ends no run."""
     try:
         return tell(*args, **options)
-    except OSError:
-        return None
-    except ValueError as error:
-        if "closed file" not in str(error):
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) and "closed file" not in str(error):
             raise
 
 

@@ -232,7 +232,9 @@ class _Relay(Watch):
         light = replace(r, server=Server(r.t, {}, {}), memories={}, losses={}, metrics=shown, mirrors={})
         self.send(News("round", (e, light)))
 
-    begin, end, say = (lambda self, *told, name=name: self.send(News(name, told)) for name in ("begin", "end", "say"))
+
+for _name in ("begin", "end", "say"):
+    setattr(_Relay, _name, lambda self, *told, name=_name: self.send(News(name, told)))
 
 
 class _Stream(io.RawIOBase):

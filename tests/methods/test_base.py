@@ -407,9 +407,7 @@ def test_a_first_round_that_changes_nothing_is_said(tiny, method, trains):
 def test_a_misspelt_hook_is_said_and_what_is_no_method_refused(monkeypatch):
     """Nothing called it, so FedAvg ran under the method's name."""
     monkeypatch.setattr("fedlib.methods.METHODS", dict(METHODS))
-    with pytest.warns(
-        UserWarning, match=re.escape("method 'odd': nothing calls local_updates(); did you mean local_up")
-    ):
+    with pytest.warns(UserWarning, match=re.escape("method 'odd': local_updates() is no hook; did you mean local_up")):
         register("odd")(type("Odd", (Method,), {"local_updates": lambda self, cohort: None}))
     with pytest.raises(ValueError, match=re.escape("above a class that derives from Method")):
         register("odd")(type("Odd", (), {}))
