@@ -112,12 +112,11 @@ def plot_option(frame: pd.DataFrame, option: str):
 
 def plot_thresholds(records: Sequence[Mapping], subject: str):
     """Plot accuracy against mean MACs, a point per threshold; ``records`` from ``clients.leaving_curve``."""
-    frame = pd.DataFrame(records).assign(method=PAPER, series=label_of(PAPER)).sort_values("threshold")
-    frame = frame.assign(macs=frame.macs / 1e6)
+    frame = pd.DataFrame(records).assign(macs=lambda f: f.macs / 1e6).sort_values("threshold")
     best, some = frame.iloc[-1], frame[frame.threshold == 0.6].iloc[0]
     lost, saved = best.accuracy - some.accuracy, 100 * (1 - some.macs / best.macs)
     title = f"Threshold 0.6 costs {lost:.1f} points and saves {saved:.0f} % of the MACs\n{subject}"
-    points = frame.drop_duplicates(["macs", "accuracy"])
+    points = frame.drop_duplicates(["macs", "accuracy"]).assign(method=PAPER, series=label_of(PAPER))
     return plot_series(points, "macs", "accuracy", f"mean {COSTS['macs'][0]}", ACCURACY, title, names="threshold")
 
 

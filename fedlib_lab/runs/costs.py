@@ -83,9 +83,11 @@ class Shapes:
         e, held, infos = self.experiment, self.held(part, self.trainable), self.setting.infos
         kept = "statistic" if e.batch_norm == "local" else None  # what else stays with a client
         shared = {n: p.numel() for n, p in held.items() if not self.method.personal(infos[n]) and infos[n].kind != kept}
-        down, up = self.method.travels(shared, Client(-1, budget, round(examples_per_client(e))), self.setting, e)
+        plain = type(self.method).travels is Method.travels  # whatever a client has: its data may not be at hand
+        client = Client(-1, budget, 0 if plain else round(examples_per_client(e)))
+        down, up = self.method.travels(shared, client, self.setting, e)
         own = not type(self.method).__module__.startswith(("fedlib.", "fedlib_lab."))
-        if own or (self.method.needs_extras and type(self.method).travels is Method.travels):
+        if own or (self.method.needs_extras and plain):
             beside = taken_by(e, budget)
             down, up = [*down, beside.received], [*up, beside.sent]
         return 4 * sum(down) / MIB, self.method.upload_bits(up) / 8 / MIB

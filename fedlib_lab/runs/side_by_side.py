@@ -228,7 +228,7 @@ class _Relay(Watch):
         self.send = send
 
     def round(self, e: Experiment, r: Finished) -> None:
-        shown = {"accuracy": r.metrics["accuracy"]} if r.metrics is not None else None
+        shown = r.metrics and {"accuracy": r.metrics["accuracy"]}
         light = replace(r, server=Server(r.t, {}, {}), memories={}, losses={}, metrics=shown, mirrors={})
         self.send(News("round", (e, light)))
 

@@ -458,3 +458,12 @@ def test_the_command_prints_every_row_before_anything_starts(tmp_path, monkeypat
     out = capsys.readouterr().out
     assert "frozen depthfl" in " ".join(out.split()) and "A100 h" in out and "To download: nothing" in out
     assert "at 40% of its peak" in out and not list(tmp_path.iterdir())
+
+
+def test_traffic_of_data_that_are_not_at_hand_is_known_where_a_client_s_examples_do_not_matter(monkeypatch):
+    """A table of stored runs is shown without their data."""
+    shapes = load_shapes(short("fedavg", num_train=None), classes=10)
+    told = [shapes.upload_mib(p) for p in shapes.slices]
+    monkeypatch.setattr(costs, "DATA", {})
+    monkeypatch.setattr(costs, "_read", lambda e: pytest.fail("read"))
+    assert [shapes.upload_mib(p) for p in shapes.slices] == told
