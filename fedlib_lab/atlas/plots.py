@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
-import seaborn
 
 from ..report.plots import plot_tradeoff
 from ..report.style import axes_of, color_of, finish, panels, styled, title_of, wrapped
@@ -54,6 +53,8 @@ def plot_choice(table: pd.DataFrame, majority: pd.Series, title: str, ax=None):
     That is what always answering one's own most frequent label gives in a column; without it nothing is coloured. Rows
     keep the table's order. A dash is a method that is absent there, or has no run yet.
     """
+    import seaborn
+
     above = table.sub(majority.reindex(table.columns)).fillna(0)  # in the table's order
     words = table.map(lambda x: "–" if pd.isna(x) else f"{x:.1f}")
     ax = axes_of(ax, (3.4 + 0.75 * len(table.columns), 2.2 + 0.3 * len(table)))
@@ -74,6 +75,8 @@ def plot_cost(frame: pd.DataFrame, cells: Sequence[Cell], title: str, ax=None):
 
     The dashed line is what always answering one's own majority class gives.
     """
+    import seaborn
+
     column, unit, label = COSTS[str(frame.caps.iloc[0]).removesuffix("_tuned")]
     methods = {c.variant: c.method for c in cells}
     points = frame.groupby(["method", "label"], sort=False)[["score", column]].mean().reset_index()

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-import seaborn
 
 from .style import axes_of, finish, plain, styled
 
@@ -29,6 +28,8 @@ def plot_label_distribution(counts: np.ndarray, classes: Sequence[str], title: s
 
 
 def _stacked_bars(counts: np.ndarray, shown: np.ndarray, classes: Sequence[str], ax) -> None:
+    import seaborn
+
     names = [plain(c) for c in classes]
     colors = seaborn.color_palette("colorblind" if len(names) <= 10 else "tab20", len(names))
     pd.DataFrame(counts[shown], columns=names).plot.bar(stacked=True, width=0.9, color=colors, linewidth=0, ax=ax)
@@ -37,6 +38,8 @@ def _stacked_bars(counts: np.ndarray, shown: np.ndarray, classes: Sequence[str],
 
 
 def _heat_map(counts: np.ndarray, shown: np.ndarray, classes: Sequence[str], ax) -> None:
+    import seaborn
+
     seaborn.heatmap(counts[shown].T, cmap="rocket_r", ax=ax, cbar_kws={"label": "training examples"}, rasterized=True)
     ticks = np.unique(np.linspace(0, len(classes) - 1, 6).astype(int))
     ax.set_yticks(ticks + 0.5, [plain(classes[i]) for i in ticks], rotation=0)

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from joblib import cpu_count
 
 from fedlib.core.experiment import Experiment
 from fedlib.core.paths import outputs_dir
@@ -164,7 +163,7 @@ def fill(
     another process holds is left to it.
     """
     execution, began, stop = Execution(device), time.monotonic(), stop or threading.Event()
-    workers = workers or (cpu_count() if device == "cpu" else at_once(execution))
+    workers = workers or (_cores() if device == "cpu" else at_once(execution))
     filled, grace = Filled([], [], list(jobs)), GRACE_SECONDS if minutes is None else min(GRACE_SECONDS, 10 * minutes)
 
     def seconds_left() -> float:
@@ -194,6 +193,11 @@ def _note(filled: Filled, job: Job, answer: dict | Exception | None) -> str:
     filled.done.append(job)
     filled.left.remove(job)
     return f"{job}: {answer['accuracy']:.1f} %, {about(answer['seconds'])}"
+
+
+def _cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _answer(folder: str, seconds: float, execution: Execution, group: Sequence[Job], cores: int, watch: Watch) -> list:

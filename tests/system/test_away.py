@@ -132,7 +132,7 @@ TURN = """
 import json, sys, time
 from pathlib import Path
 from benchmarks.away import run
-vars(run).update(json.loads(sys.argv[1]), cpu_count=lambda: 4)
+vars(run).update(json.loads(sys.argv[1]), _cores=lambda: 4)
 if sys.argv[2]:
     setattr(getattr(run, (at := sys.argv[2].split("."))[0]), at[1], lambda *_, **more: time.sleep(60))
 sys.exit(run.run("cpu", float(sys.argv[3]), *map(Path, sys.argv[4:6]), together=int(sys.argv[6])))

@@ -126,9 +126,8 @@ def plot_slide(
 
 
 def _exits_text(exits: Sequence[int]) -> str:
-    if len(exits) < 2:
-        return f"first right at exit {exits[0]}" if exits else "no exit"
-    return f"first right at exits {exits[0]}–{exits[-1]}"
+    ends = "–".join(map(str, sorted({*exits[:1], *exits[-1:]})))
+    return f"first right at exit{'s' * (len(exits) > 1)} {ends}" if exits else "no exit"
 
 
 def browse(images: Sequence[np.ndarray], attention: Attention, titles: Sequence[str]):
