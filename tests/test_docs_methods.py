@@ -157,13 +157,13 @@ def test_without_stored_runs_a_page_says_so(methods, monkeypatch, tmp_path):
 
 
 def test_numbers_of_an_older_rule_say_so(methods, monkeypatch):
-    """SST-2's runs are of an older rule, those of the table's other data are not (``flags.py``)."""
+    """CIFAR-100's runs are of an older rule, those on CIFAR-10 are not (``flags.py``)."""
     monkeypatch.setenv("FEDLIB_OUTPUTS", str(OUTPUTS))
-    monkeypatch.setattr(methods, "tables", lambda name: [("raffm", "table1")])
-    rows = [r for r in methods.numbers("raffm").splitlines() if "outputs/raffm" in r]
+    monkeypatch.setattr(methods, "tables", lambda name: [("fedepth", "table2")])
+    rows = [r for r in methods.numbers("fedepth").splitlines() if "outputs/fedepth" in r]
     for row in rows:
-        assert ("made by an older rule" in row) == ("SST-2" in row), row
-    assert {"SST-2" in r for r in rows} == {True, False}
+        assert ("made by an older rule" in row) == ("CIFAR-100" in row), row
+    assert {"CIFAR-100" in r for r in rows} == {True, False}
 
 
 def test_a_method_of_no_table_is_run_in_one_of_plain_methods(methods, monkeypatch):
