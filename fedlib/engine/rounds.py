@@ -100,6 +100,7 @@ def run_rounds(
             changed = server.mirrors.changes if isinstance(server.mirrors, Overlay) else {}
             mirrors.update(changed)
             if t == 1 and not (dropped or back.memories or back.extras or changed):
+                # waits for the device, in the first round alone, and mostly for one tensor
                 kept = all(torch.equal(p, server.params[n]) for n, p in before.items())
                 if kept and not any(x.any() for x in server.memory.values()):
                     warnings.warn(f"{e.method}: round 1 changed no tensor and no client's memory", stacklevel=2)
