@@ -42,7 +42,7 @@ def pack(
         raise ValueError(f"{to} is no folder of pack: it would be made anew")
     runs = _missing(_planned(profile, cells, plan))
     runs, sets = _of_sets(runs, data)
-    parts = {"packages": _packages(), **{name: _data_files(name) for name in sets}, "weights": _weights(runs)}
+    parts = {"site-packages": _packages(), **{name: _data_files(name) for name in sets}, "weights": _weights(runs)}
     if go_on is not None:
         parts["checkpoint"] = {"checkpoint.tar": go_on}
         begun = _names_within(go_on)
@@ -171,8 +171,11 @@ def _names_within(file: Path) -> set[str]:
 
 
 def _packages() -> Files:
-    """Every file of every package that is needed, each package in a folder of its own; ``ValueError`` if one cannot."""
-    found = {f"packages/{n}/{n}.py": Path(__file__).parent / "stand_ins" / f"{n}.py" for n in STAND_INS}
+    """Every file of every package that is needed, each in a folder of its own; ``ValueError`` if one cannot.
+
+    Runs tell a package from code of one's own by the name ``site-packages``.
+    """
+    found = {f"site-packages/{n}/{n}.py": Path(__file__).parent / "stand_ins" / f"{n}.py" for n in STAND_INS}
     for name in PACKAGES:
         try:
             files = [f for f in distribution(name).files or [] if f.parts[0] != ".." and "__pycache__" not in f.parts]
@@ -184,7 +187,7 @@ def _packages() -> Files:
             raise ValueError(f"{name} is not pure Python ({alone[0]}): another machine needs its own")
         for f in files:
             if f not in compiled and "tests" not in f.parts:
-                found[f"packages/{name}/{f}"] = Path(str(f.locate()))
+                found[f"site-packages/{name}/{f}"] = Path(str(f.locate()))
     return found
 
 

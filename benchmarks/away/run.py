@@ -161,8 +161,8 @@ class Turn:
     def _environment(self) -> dict[str, str]:
         """Packages that this machine lacks come first, data and weights from the folder, nothing from a network."""
         lacking = [n for n, module in self.plan.get("packages", {}).items() if find_spec(module) is None]
-        self.lacking = [n for n in lacking if (self.folder / "packages" / n).is_dir()]
-        paths = [ROOT, *(self.folder / "packages" / n for n in self.lacking), os.environ.get("PYTHONPATH", "")]
+        self.lacking = [n for n in lacking if (self.folder / "site-packages" / n).is_dir()]
+        paths = [ROOT, *(self.folder / "site-packages" / n for n in self.lacking), os.environ.get("PYTHONPATH", "")]
         return os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, map(str, paths))), "FEDLIB_ROOT": str(ROOT), "TQDM_DISABLE": "1",
             "FEDLIB_DATA": str(self.folder / "data"), "FEDLIB_CACHE": str(self.work / "cache"), "HF_HUB_OFFLINE": "1",
