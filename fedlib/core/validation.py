@@ -58,7 +58,7 @@ class Fixed(dict):
         return Fixed, (dict(self),)
 
 
-def did_you_mean(value: object, allowed: Iterable[str]) -> str:
+def did_you_mean(value: object, allowed: Iterable[object]) -> str:
     """Return the end of an error message: the nearest allowed name, then all of them."""
     allowed = sorted(map(str, allowed))
     near = difflib.get_close_matches(value if isinstance(value, str) else shown(value), allowed, 1)
@@ -77,7 +77,7 @@ def check_all(*checks: Callable[[], object]) -> None:
         raise ValueError("\n".join(said))
 
 
-def check_known(names: Iterable[object], allowed: Collection[str], says: str) -> None:
+def check_known(names: Iterable[object], allowed: Collection[object], says: str) -> None:
     """Raise ``ValueError`` for the first of ``names`` that is not ``allowed``: ``says``, with it in place of {}."""
     for name in names:
         if name not in allowed:

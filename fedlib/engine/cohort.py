@@ -30,7 +30,7 @@ from .forward import Forward, by_example
 from .optimisers import build_optimiser
 from .schedules import step_rates
 from .stacks import Stack
-from .stages import PrecomputedUnits, is_trained, route_of, units_ahead
+from .stages import PrecomputedUnits, check_stage, is_trained, route_of, units_ahead
 from .teacher import Teacher
 
 Tensors = dict[str, torch.Tensor]
@@ -182,6 +182,7 @@ class Cohort:
         them; ``Batch.whole`` gives the outputs of these.
         """
         e, device = self.experiment, self.data.device
+        check_stage(stage, self.setting.spec.depth, self.setting.exit_units)
         names = [n for n in self.params if is_trained(stage, self.setting.infos[n], len(self.held))]
         if not names:  # exits in turn with a backbone that is frozen
             return

@@ -225,8 +225,6 @@ def budgets_of(e: Experiment, method: Method) -> np.ndarray:
         if not e.budgets or max(e.budgets) >= budgets:
             raise e.refused("budgets", f": {e.method} has {budgets}", f"0..{budgets - 1}")
         return np.resize(e.budgets, e.num_clients)
-    if e.budgets == "maximum":
-        return np.full(e.num_clients, budgets - 1)
-    if e.budgets == "contiguous":
-        return np.minimum(np.arange(e.num_clients) // max(1, e.num_clients // budgets), budgets - 1)
-    return np.arange(e.num_clients) % budgets
+    i = np.arange(e.num_clients)
+    blocks = np.minimum(i // max(1, e.num_clients // budgets), budgets - 1)
+    return {"maximum": np.full_like(i, budgets - 1), "contiguous": blocks, "uniform": i % budgets}[e.budgets]

@@ -45,12 +45,9 @@ class Stack:
                 tensors.append(cut[key])
             if own:
                 tensors = [self._own(i, name, served) for i, served in zip(rows, tensors, strict=True)]
-            first = tensors[0]
-            alike = all(x is first for x in tensors)
-            if merge and alike and len(rows) == len(self.members):
-                out[name] = first
-                continue
-            out[name] = first.expand(len(rows), *first.shape) if alike else torch.stack(tensors)
+            first, alike = tensors[0], all(x is tensors[0] for x in tensors)
+            once = merge and alike and len(rows) == len(self.members)
+            out[name] = first if once else first.expand(len(rows), *first.shape) if alike else torch.stack(tensors)
         return out
 
     def frozen(self, changed: Tensors) -> Tensors:
@@ -107,9 +104,8 @@ class Stack:
     def personal_names(self) -> frozenset[str]:
         """The parameters that stay with the clients, of every member."""
         method, local = self.federation.method, self.federation.experiment.batch_norm == "local"
-        infos = {n: self.infos[n] for n in self.rows}
-        own = {n: check_type(method.personal(i), bool, "personal()") for n, i in infos.items()}
-        return frozenset(n for n, i in infos.items() if own[n] or (local and i.kind == "statistic"))
+        own = {n: check_type(method.personal(self.infos[n]), bool, "personal()") for n in self.rows}
+        return frozenset(n for n in own if own[n] or (local and self.infos[n].kind == "statistic"))
 
     def _stays(self, i: int, name: str) -> bool:
         return self.members[i].keeps == "all" or name in self.personal_names

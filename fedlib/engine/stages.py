@@ -8,12 +8,22 @@ import torch
 from ..core.clients import Client
 from ..core.devices import free_memory
 from ..core.slices import STEM, ParamInfo
+from ..core.validation import check_known
 from ..methods.values import Stage
 from ..models.route import PartialForward, Route
 from .batches import Batches, in_order, positions_of
 from .federation import Federation
 from .forward import Forward, by_example
 from .frozen_cache import SHARE_OF_FREE_MEMORY
+
+
+def check_stage(stage: Stage, depth: int, exit_units: Sequence[int]) -> None:
+    """Raise ``ValueError`` if ``stage`` names a unit or an exit that is not there, or nothing in it answers."""
+    exits, last = range(-len(exit_units), len(exit_units)), depth if stage.units is None else stage.units.stop
+    check_known((*(stage.units or ()), *stage.without), range(depth), "Stage: unit {} is not there")
+    check_known(() if stage.exit is None else (stage.exit,), exits, "Stage: exit = {} is not there")
+    if last - 1 in stage.without if stage.exit is not None else last <= min(exit_units):
+        raise ValueError(f"Stage: nothing answers at the end of units = {stage.units}; allowed: an exit that runs")
 
 
 def is_trained(stage: Stage, info: ParamInfo, exits: int) -> bool:

@@ -36,20 +36,17 @@ class Teacher:
         self.forward = Forward(  # in the students' model: the federation's is every thread's
             students.model, stack.slices, stack.frozen({}), stack.tensors(params), data=federation.data
         )
-        self._known: torch.Tensor | None = None  # (E, M, examples, C)
         self._places: tuple[np.ndarray, torch.Tensor] | None = None  # of the batches's examples, (S, M, B)
 
     def at(self, batches: Batches, step: int, x: torch.Tensor | PartialForward) -> torch.Tensor:
         """Return outputs (E, M, B, *out) on the inputs ``x`` of one step of ``batches``."""
         if not self.by_example:
             return self.answer(x, batches.padding(step))
-        if self._known is None:
-            self._known = self._every_example()
         if self._places is None or self._places[0] is not batches.examples:
             places = positions_of(self.federation.data, self.clients, batches.examples, True)
-            self._places = batches.examples, torch.from_numpy(places).to(self._known.device)
-        members = torch.arange(self._known.shape[1], device=self._known.device)[:, None]
-        return self._known[:, members, batches.of(step, self._places[1])]
+            self._places = batches.examples, torch.from_numpy(places).to(self.known.device)
+        members = torch.arange(self.known.shape[1], device=self.known.device)[:, None]
+        return self.known[:, members, batches.of(step, self._places[1])]
 
     @cached_property
     def by_example(self) -> bool:
@@ -62,7 +59,8 @@ class Teacher:
         """Return outputs (E, M, B, *out) on ``x``."""
         return self.forward.answer(x, weights, kept=("tracked",))
 
-    def _every_example(self) -> torch.Tensor:
-        """Return outputs (E, M, examples, C) on every client's own examples in order."""
+    @cached_property
+    def known(self) -> torch.Tensor:
+        """Outputs (E, M, examples, C) on every client's own examples in order."""
         batches = in_order(self.federation.data, self.clients, self.federation.experiment.batch_size, True)
         return torch.cat([self.answer(self.students.inputs(rows), weights) for rows, weights in batches], 2)

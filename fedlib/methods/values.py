@@ -168,6 +168,8 @@ class Stage:
         for key, kind in (("trains", Callable), ("units", range), ("without", Collection)):
             if (given := getattr(self, key)) is not None:
                 check_type(given, kind, f"Stage: {key}")
+        if self.units is None and (self.exit is not None or self.without or self.cached):
+            raise ValueError("Stage: exit, without and cached have no effect without units")
         if self.lr is not None and not (torch.as_tensor(self.lr) >= 0).all():
             raise ValueError(f"Stage: lr = {self.lr}; allowed: a rate from 0, or None")
 

@@ -38,7 +38,8 @@ def local_set(path: Path, tokenizer: str | None = None) -> tuple[dict, Read]:
     found = [p for p in files if p.suffix == ".parquet"]
     parquet: dict[str, list[str]] = {}
     for p in found:
-        parquet.setdefault(p.stem.split("-")[0] if len(found) > 1 else "train", []).append(str(p))
+        of = p.stem.split("-")[0]
+        parquet.setdefault(of if len(found) > 1 or path != p and of.lower() in TESTS else "train", []).append(str(p))
     for split, pieces in parquet.items():
         if len(folders := sorted({str(Path(f).parent) for f in pieces})) > 1:
             raise ValueError(f"{path}: split {split!r} lies in {' and '.join(folders[:3])}; allowed: one set a folder")

@@ -142,6 +142,8 @@ def _of_splits(where: str, splits: Mapping, key: dict, unread: tuple, tokenizer:
 def _pair(name: str, given: Any) -> tuple[Any, Any, Sequence[str] | None]:
     """Return (inputs, labels, class names if any) of arrays or a torchvision set; inputs may be Pillow's images."""
     listed = all(hasattr(given, n) for n in ("__getitem__", "__len__")) and not hasattr(given, "keys")  # a table's
+    if any(getattr(given, "__dict__", {}).get(n) is not None for n in ("transform", "target_transform")):
+        raise ValueError(f"{name}: the {type(given).__name__} has a transform, drawn once for all; allowed: {TAKEN}")
     if listed and not isinstance(given, (tuple, list, str)):
         pairs = [given[i] for i in range(len(given))]  # images, and labels as numbers
         classes, images = getattr(given, "classes", None), [image for image, *_ in pairs]

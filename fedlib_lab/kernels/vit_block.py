@@ -131,13 +131,6 @@ def product_over_rows(grad: torch.Tensor, x: torch.Tensor, stacked: bool) -> tor
     return matmul(grad.reshape(1, -1, grad.shape[-1]).mT, x.reshape(-1, x.shape[-1])).squeeze(0)
 
 
-def norms_of(*layers: nn.Module) -> list[torch.Tensor] | None:
-    """Return weight and bias of each layer norm, one after the other; None if they are of another kind, or mixed."""
-    if any(type(n) is not LayerNorm or n.weight.dim() != n.bias.dim() for n in layers):
-        return None
-    return [p for n in layers for p in (n.weight, n.bias)]
-
-
 def linear_map(layers: Sequence[nn.Module], tensors: list) -> LinearMap | None:
     """Combine ``layers`` on one input, their tensors appended to ``tensors``; None if they are of another kind."""
     bases, low_rank, first = [], [], 0
@@ -244,9 +237,10 @@ class WrittenBlock(Block):
 
 
 def is_plain(block: Block) -> bool:
-    """Return whether nothing stands between the layers: no adapter, LayerScale or scaler that is on."""
+    """Return whether the layers are plain, and nothing is between them: no adapter, LayerScale or scaler that is on."""
     plain = type(block.attn) is Attention and type(block.mlp) is MLP and block.attn.scale.is_off
-    return plain and type(block.ls1) is type(block.ls2) is nn.Identity
+    norms = all(type(n) is LayerNorm and n.weight.dim() == n.bias.dim() for n in (block.norm1, block.norm2))
+    return plain and norms and type(block.ls1) is type(block.ls2) is nn.Identity
 
 
 def run(block: Block, z: torch.Tensor, first: int | None = None) -> torch.Tensor | None:
@@ -255,10 +249,9 @@ def run(block: Block, z: torch.Tensor, first: int | None = None) -> torch.Tensor
     This is for plain layers with or without LoRA, on sequences short enough to keep their attention, where
     ``may_stand_in`` allows it.
     """
-    tensors = norms_of(block.norm1, block.norm2) if is_plain(block) else None
-    if tensors is None:
+    if not is_plain(block):
         return None
-    attn, mlp = block.attn, block.mlp
+    attn, mlp, tensors = block.attn, block.mlp, [p for n in (block.norm1, block.norm2) for p in (n.weight, n.bias)]
     qkv = ((attn.q, attn.k, attn.v),) if first is None else ((attn.q,), (attn.k, attn.v))
     groups = (*qkv, (attn.proj,), (mlp.fc1,), (mlp.fc2,))
     if not may_stand_in(z, (block.norm1, block.norm2, attn, mlp, *(m for group in groups for m in group))):

@@ -19,14 +19,9 @@ def plain(text: object) -> str:
 @functools.cache
 def drawable(character: str) -> bool:
     """Return whether an installed font of ``FONTS`` has this character."""
-    return any(ord(character) in _characters(font) for font in fonts())
-
-
-@functools.cache
-def _characters(font: str) -> frozenset[int]:
     from matplotlib.font_manager import findfont, get_font
 
-    return frozenset(get_font(findfont(font)).get_charmap())
+    return any(get_font(findfont(font)).get_char_index(ord(character)) for font in fonts())
 
 
 @functools.cache

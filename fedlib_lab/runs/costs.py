@@ -21,6 +21,7 @@ from fedlib.core.clients import Client
 from fedlib.core.experiment import Experiment
 from fedlib.core.profiling import saved_for_backward
 from fedlib.core.slices import Slice, take_all
+from fedlib.core.validation import check_type
 from fedlib.data.datasets import DataSet, is_available, load_dataset
 from fedlib.data.tokenizer import has_tokenizer
 from fedlib.engine.executors import Execution
@@ -85,7 +86,7 @@ class Shapes:
         shared = {n: p.numel() for n, p in held.items() if not self.method.personal(infos[n]) and infos[n].kind != kept}
         plain = type(self.method).travels is Method.travels  # whatever a client has: its data may not be at hand
         client = Client(-1, budget, 0 if plain else round(examples_per_client(e)))
-        down, up = self.method.travels(shared, client, self.setting, e)
+        down, up = check_type(self.method.travels(shared, client, self.setting, e), tuple, f"{e.method}: travels()")
         own = not type(self.method).__module__.startswith(("fedlib.", "fedlib_lab."))
         if own or (self.method.needs_extras and plain):
             beside = taken_by(e, budget)

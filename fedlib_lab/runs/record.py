@@ -80,21 +80,11 @@ def provenance_now(execution: Execution) -> dict[str, object]:
     return provenance(execution) | {"began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
 
 
-def begun(inputs: Inputs, now: Mapping[str, object]) -> Record:
-    """Return the record of a run before its first round."""
-    return {"inputs": inputs, "provenance": now, "resumed": []}
-
-
 def resumed(record: Record, t: int, inputs: Inputs, now: Mapping[str, object]) -> Record:
     """Return ``record`` of a run that goes on after round ``t``, with ``inputs`` that it lacked or had others of."""
     other = {k: v for k, v in inputs.items() if record.get("inputs", {}).get(k) != v}
     later = {**now, "after_round": t} | ({"inputs": other} if other else {})
     return {**record, "resumed": [*record.get("resumed", []), later]}
-
-
-def ended(record: Record) -> Record:
-    """Return the record of a run that ends today."""
-    return {**record, "stored": datetime.date.today().isoformat()}
 
 
 def check_inputs(

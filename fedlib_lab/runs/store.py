@@ -34,7 +34,7 @@ from .code_digest import code_of
 from .costs import Pace
 from .identity import KINDS, Accept, Inputs, OtherInputs, accepted, check_verified, inputs_of, known_inputs
 from .progress import Watch, interrupted, say, unheard
-from .record import Run, begun, check_inputs, ended, provenance, provenance_now, recorded, resumed
+from .record import Run, check_inputs, provenance, provenance_now, recorded, resumed
 from .run_paths import Folder, as_stored, check_files, check_place, folder_of, forget, listed, place, run_path
 
 Again = bool | Literal["other"]
@@ -288,7 +288,8 @@ def _continue(
     if not store.final:
         now = provenance_now(execution)
         store.check_shapes(server, f)
-        store.record = resumed(store.record, server.t, inputs, now) if server.t else begun(inputs, now)
+        begun = {"inputs": inputs, "provenance": now, "resumed": []}
+        store.record = resumed(store.record, server.t, inputs, now) if server.t else begun
     store.write_record()
     watch.begin(f.experiment, server.t)
     try:
@@ -334,7 +335,7 @@ def _finish(f: Federation, store: Checkpoints, last: Finished | None, path: Path
             store.save_unsaved()
             final |= {"seconds": round(store.seconds, 2)} | numbers
             return Run(f.experiment, path, final, store.metrics, store.record)
-        store.record = ended(store.record)
+        store.record = {**store.record, "stored": time.strftime("%Y-%m-%d")}
         with phase("files"):
             store.save(last.server, final)
             store.write_record()

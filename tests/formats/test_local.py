@@ -502,6 +502,12 @@ def test_without_a_test_split_a_tenth_must_be_there_to_hold_out(tmp_path):
     alone = parquet(tmp_path / "alone", cells[:20], [0, 1] * 10)
     (alone / "test.parquet").unlink()
     assert len(load_dataset(str(alone)).test_labels) == 2
+    for name in ("test.parquet", "Validation-00000-of-00001.parquet"):  # what is kept back was trained on
+        (file,) = alone.glob("*.parquet")
+        file.rename(alone / name)
+        with pytest.raises(ValueError, match=f"no split named 'train'; found {name.split('.')[0].split('-')[0]}"):
+            load_dataset(str(alone))
+        assert len(load_dataset(str(alone / name)).test_labels) == 2
 
 
 def test_fedlib_data_is_a_folder_as_a_shell_reads_it(tmp_path, monkeypatch):

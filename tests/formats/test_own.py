@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import torchvision
 from PIL import Image
 
 from fedlib import register_data, run
@@ -169,6 +170,14 @@ def test_a_class_that_is_not_on_both_sides_of_the_held_out_tenth_is_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         register_data("mine", (np.repeat(X, 10, 0), np.arange(600) % 3))
+
+
+@pytest.mark.parametrize("which", ["transform", "target_transform"])
+def test_a_transform_of_torchvisions_is_refused(which):
+    """A random flip was drawn once, and each picture kept what it got."""
+    given = torchvision.datasets.FakeData(40, (3, 8, 8), 3, **{which: lambda x: x})
+    with pytest.raises(ValueError, match="mine: the FakeData has a transform, drawn once for all; allowed: .*torchvis"):
+        register_data("mine", given)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

@@ -393,6 +393,30 @@ def test_a_stage_goes_downhill_for_whole_epochs():
     assert Stage(lr=torch.tensor([0.1, 0.0]), epochs=0).epochs == 0
 
 
+WRONG_STAGES = {  # of twelve units and two exits
+    "unit 12 is not there": {"units": range(2, 13)},
+    "unit -1 is not there": {"units": range(-1, 12)},
+    "unit 19 is not there": {"units": range(12), "without": {19}},
+    "exit = 2 is not there": {"units": range(4), "exit": 2},
+    "exit = -3 is not there": {"units": range(4), "exit": -3},
+    "nothing answers at the end of units": {"units": range(4)},
+    "nothing answers at the end of units .*, 3": {"units": range(3), "exit": 0, "without": {2}},
+    "exit, without and cached have no effect without units": {"exit": 0},
+}
+
+
+@pytest.mark.parametrize("told", WRONG_STAGES)
+def test_a_stage_of_what_is_not_there_is_refused(tiny, method, told):
+    """A unit to leave out that is not there left out nothing, and an exit without units answered as all do."""
+
+    class Odd(Method):
+        def local_update(self, cohort):
+            cohort.train(self.local_loss, Stage(**WRONG_STAGES[told]))
+
+    with pytest.raises(ValueError, match=f"Stage: {told}"):
+        list(run_rounds(build_federation(experiment(tiny, method(Odd))), ONE))
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_first_round_that_changes_nothing_is_said(tiny, method, trains):
     class Idle(Method):

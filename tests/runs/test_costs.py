@@ -197,6 +197,9 @@ def test_budgets_need_not_be_exits():
         assert training_macs(e) == pytest.approx(100 * 10 * 40 * sum(each) / 4)
         assert [t / m for t, m in zip(each, macs, strict=True)] == pytest.approx([2.8] * 4, rel=0.07)
         assert set(budgets_of(e.replace(budgets="maximum"), Narrow())) == {3}
+        patch.setattr(Narrow, "travels", lambda *_: None, raising=False)
+        with pytest.raises(ValueError, match="narrow: travels\\(\\) = None: expected tuple, got NoneType"):
+            load_shapes(e, 10).upload_mib(shapes.slices[0])
 
 
 def test_a_method_can_measure_parts():

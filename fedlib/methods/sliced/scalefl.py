@@ -59,10 +59,8 @@ class ScaleFL(Levels):
         if gamma:
             kl = divergences(batch, last_exit(batch), self.temperature, self.detach) * self.temperature**2
             kl = kl / batch.outputs.shape[-1] if self.kl_mean == "all" else kl
-        share = exit_shares(batch.held)
-        if self.objective == "paper":
-            return (share / 2 * (gamma * kl + (1 - gamma) * ce)).sum(0)
-        return (share * (ce + gamma * kl)).sum(0)
+        both = (gamma * kl + (1 - gamma) * ce) / 2 if self.objective == "paper" else ce + gamma * kl
+        return (exit_shares(batch.held) * both).sum(0)
 
 
 def exit_shares(held: torch.Tensor) -> torch.Tensor:
