@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedlib.core.paths import use_outputs_of
 from fedlib.core.tables import read_table
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     given = parser().parse_args(arguments)
     given.stdout, as_json = sys.stdout, getattr(given, "json", False)
+    use_outputs_of(getattr(given, "profile", ""))
     try:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             return given.command(given)
@@ -89,12 +91,10 @@ def overrides_of(texts: Sequence[str] | None) -> dict[str, object]:
 
 
 def _run(given: argparse.Namespace) -> int:
-    from fedlib.core.paths import use_outputs_of
     from fedlib.engine.executors import Execution
 
     from .report.table import Table
 
-    use_outputs_of(given.profile)
     paper, _, name = given.table.partition("/")
     table = Table(paper, name, given.profile, overrides_of(given.overrides))
     table.run(Execution(given.device, given.workers))
@@ -103,14 +103,12 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _sweep(given: argparse.Namespace) -> int:
-    from fedlib.core.paths import use_outputs_of
     from fedlib.engine.executors import Execution
 
     from .report.frames import trials_frame
     from .report.tables import load_cells
     from .runs.sweep import best, sweep
 
-    use_outputs_of(given.profile)
     paper, _, name = given.table.partition("/")
     rows: dict = {}  # of modes, columns and seeds the first
     for cell in load_cells(paper, name, given.profile, overrides_of(given.overrides)):
@@ -125,6 +123,7 @@ def _sweep(given: argparse.Namespace) -> int:
 
 def _explain(given: argparse.Namespace) -> int:
     from .runs.params import load_grid, load_spec, recipe_cell
+    from .runs.run_paths import run_path
 
     choices = overrides_of(given.overrides)
     paper, _, table = given.table.partition("/")
@@ -146,7 +145,7 @@ def _explain(given: argparse.Namespace) -> int:
         over = f" (over {', '.join(f'{v!r}: {name}' for name, v in reversed(before))})" if before else ""
         lines.append(f"{key} = {value!r}: {layer}{over}")
         values[key] = {"value": value, "layer": layer, "over": dict(before)}
-    told = {"table": given.table, "profile": given.profile, "run": cell.experiment.slug, "values": values}
+    told = {"table": given.table, "profile": given.profile, "run": run_path(cell.experiment).name, "values": values}
     _answer(given, told, "\n".join([*lines, "What is not named here has Experiment's default."]))
     return 0
 
@@ -154,16 +153,16 @@ def _explain(given: argparse.Namespace) -> int:
 def _runs(given: argparse.Namespace) -> int:
     import pandas as pd
 
-    from .report.frames import differing, runs_frame, save_frame, where
+    from .report.frames import differing, runs_frame, save_frame, where, whole
 
     names = [word for word in given.words if not set(word) & set("<>=")]
-    frame = pd.concat([runs_frame(folder, names) for folder in _run_folders()], ignore_index=True)
+    frame = whole(pd.concat([runs_frame(folder, names) for folder in _run_folders()], ignore_index=True))
     frame = where(frame, [word for word in given.words if word not in names])
-    if given.save:
+    if given.save is not None:
         save_frame(frame, given.save)
     shown = frame.reindex(columns=["run", *differing(frame), "day", "status", "t", "accuracy", "seconds"])
     text = shown.to_string(index=False) if len(shown) else "no stored run" + " is so" * bool(given.words)
-    _answer(given, frame.to_dict("records"), text)
+    _answer(given, frame.astype(object).where(frame.notna(), None).to_dict("records"), text)
     return 0
 
 
@@ -203,7 +202,8 @@ def _verify(given: argparse.Namespace) -> int:
 
     from .runs.verify import verify
 
-    found = verify(_stored(given.name), given.rounds, given.workers and Execution(workers=given.workers))
+    how = None if given.workers is None else Execution(workers=given.workers)
+    found = verify(_stored(given.name), given.rounds, how)
     _answer(given, vars(found), str(found))
     return 0 if found.passed else 1
 
@@ -225,7 +225,6 @@ def _schema(given: argparse.Namespace) -> int:
 def _fill(given: argparse.Namespace) -> int:
     began = time.monotonic()
 
-    from fedlib.core.paths import use_outputs_of
     from fedlib.engine.executors import Execution
 
     from .runs.fill import core_hours, fill, named, queue
@@ -233,7 +232,6 @@ def _fill(given: argparse.Namespace) -> int:
     if given.minutes is not None and not given.minutes > 0:
         raise ValueError(f"--minutes {given.minutes:g}: expected a number above 0")
     Execution(given.device, given.workers)  # refuses what is not there, too few or too many
-    use_outputs_of(given.profile)
     # a third of the time is for prices; without an end, all that they take
     missing = queue(named(given.tables), given.profile, None, given.columns or (), began + 20 * (given.minutes or 1e9))
     for sentence in missing.skipped:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import fedlib
+from fedlib_lab.report.plots import plot_learning_curves
 from fedlib_lab.runs.callbacks import Callback, EarlyStopping
 from fedlib_lab.runs.record import Run
 from tests.helpers.stored import ONE, run_path, small
@@ -28,6 +29,16 @@ E = small("depthfl", rounds=1)
         *((lambda x=x: EarlyStopping(least=x), f"EarlyStopping: least = {x!r}") for x in ("a", True, math.nan, None)),
         *((lambda o=o: fedlib.sweep({"a": E}, o), "sweep: over = .* allowed: lists by field") for o in ({}, [], None, "lr", [3], {3: [1]})),
         *((lambda o=o: fedlib.sweep({"a": E}, o), "sweep: lr = .*; allowed: a list") for o in ({"lr": 3}, {"lr": None})),
+        (lambda: fedlib.sweep({"a": E}, {"lr": []}), r"sweep: lr = \[\]; allowed: a list of one value or more"),
+        (lambda: fedlib.sweep({"a": E}, {"seed": [1]}), "sweep: 'seed' cannot be chosen, .*; allowed: every other field"),
+        (lambda: fedlib.run_all([E], callbacks=len), "callbacks = .*: expected Iterable, got builtin"),
+        (lambda: fedlib.run_all(3), "run_all takes several experiments"),
+        *((lambda a=a: fedlib.run(E, accept=a), f"accept = '{a}' is not possible; .*allowed: backbone, data") for a in (3, True)),
+        *((lambda s=s: fedlib.run(E, checkpoint_seconds=s), f"checkpoint_seconds = {s!r}") for s in ("a", None, True)),
+        *((lambda s=s: fedlib.run_all([E], checkpoint_seconds=s), f"checkpoint_seconds = {s!r}") for s in ("a", None)),
+        *((lambda s=s: fedlib.verify(Run(E, Path(), {}, []), tolerance=s), f"verify: tolerance = {s!r}") for s in ("a", -1.0, math.nan)),
+        (lambda: fedlib.runs_frame(words=3), "words = 3: expected Iterable, got int"),
+        (lambda: plot_learning_curves([[]]), "curves = .*: expected Mapping, got list"),
         (lambda: fedlib.sweep({"a": "reefl"}, {"lr": [0.1]}), "sweep: row 'a' = 'reefl': expected Experiment, got str"),
         (lambda: fedlib.save_model(Run(E, Path(), {}, []), True), "save_model: budget = True: expected int, got bool"),
         (lambda: fedlib.Execution(workers=10**9), "workers = 1000000000 must be at least 1 and at most 1024"),

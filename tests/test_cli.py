@@ -12,9 +12,11 @@ import pytest
 import yaml
 
 import fedlib
-from fedlib.core.paths import outputs_dir, use_outputs_of
+from fedlib.core.paths import outputs_dir, params_dir, use_outputs_of
 from fedlib_lab import cli
-from fedlib_lab.runs.params import recipe
+from fedlib_lab.runs.fill import Job
+from fedlib_lab.runs.params import recipe, recipe_cell
+from fedlib_lab.runs.run_paths import run_path
 from fedlib_lab.runs.store import run
 from tests.helpers.stored import ONE, small
 
@@ -56,6 +58,21 @@ def test_what_a_trial_profile_stored_is_listed_and_shown_too(capsys, tmp_path, m
     assert done.path.name in said(capsys, "show", "reefl")
 
 
+def test_what_a_row_of_a_trial_profile_lacks_is_looked_up_where_its_runs_are_stored(capsys, tmp_path, monkeypatch):
+    """And a row is called what its run is stored as, however its options are spelt."""
+    monkeypatch.delenv("FEDLIB_OUTPUTS")
+    shutil.copytree(params_dir(), tmp_path / "params")
+    monkeypatch.setenv("FEDLIB_ROOT", str(tmp_path))
+    words = ("reefl/table1", "--profile", "smoke", "--set", "method=reefl", "finetune=frozen", "options.zeta=0.2")
+    words = (*words, "columns=cifar100_alpha1", "rounds=1", "evaluate_every=1")
+    missing = lambda: document(capsys, "explain", *words, "--cost")["missing"]  # noqa: E731
+    assert missing() == 1
+    said(capsys, "run", *words, "--workers", "1")
+    use_outputs_of("small")  # as in a new process
+    (row,) = document(capsys, "runs")
+    assert missing() == 0 and document(capsys, "explain", *words)["run"] == row["run"]
+
+
 def test_a_name_that_several_runs_have_is_refused(capsys, folder):
     first, second = (run(small("reefl", seed=s, rounds=1), ONE, progress=False) for s in (1, 2))
     assert f"2 runs have it: {first.path.name}, {second.path.name}" in said(capsys, "show", "reefl", status=2)
@@ -85,7 +102,20 @@ def test_commands_answer_in_one_json_document(capsys, monkeypatch):
     assert document(capsys, "show", "reefl")["summary"]["accuracy"] is None
 
 
-def test_the_queue_answers_in_json_what_is_missing_and_what_became_of_it(capsys):
+def test_whole_numbers_are_whole_wherever_runs_say_none_of_them(capsys, folder):
+    for method in ("reefl", "depthfl"):
+        run(small(method, rounds=1), ONE, progress=False)
+    depthfl, reefl = document(capsys, "runs")
+    assert {repr(row[key]) for row in (depthfl, reefl) for key in ("rounds", "t", "decay_every")} == {"1"}
+    assert repr(reefl["options.ree_heads"]) == "8" and depthfl["options.ree_heads"] is None
+    assert reefl["options.modulate"] is True and depthfl["options.modulate"] is None
+    assert "1.0" not in [word for line in said(capsys, "runs").splitlines() for word in line.split()]
+    said(capsys, "runs", "--save", str(folder / "runs.json"))
+    assert [repr(row["options.ree_heads"]) for row in json.loads((folder / "runs.json").read_text())] == ["None", "8"]
+
+
+def test_the_queue_answers_in_json_what_is_missing_and_what_became_of_it(capsys, monkeypatch):
+    cell = recipe_cell("reefl/table1", "smoke", {"method": "reefl", "finetune": "frozen", "options": {"zeta": 0.2}})
     words = ("fill", "extensions/compression", "--profile", "smoke", "--workers", "1")
     told = document(capsys, *words, "--dry-run")
     assert {"table", "column", "variant", "finetune", "seed", "run", "seconds"} == told["missing"][0].keys()
@@ -93,6 +123,9 @@ def test_the_queue_answers_in_json_what_is_missing_and_what_became_of_it(capsys)
     stopped = document(capsys, *words, "--minutes", "0.0001")
     assert stopped["done"] == stopped["failed"] == []
     assert [job["run"] for job in stopped["left"]] == [job["run"] for job in told["missing"]]
+    monkeypatch.setattr(sys.modules[Job.__module__], "load_grid", lambda *_: [cell])
+    (job,) = document(capsys, *words, "--dry-run")["missing"]
+    assert job["run"] == run_path(cell.experiment).name != cell.experiment.slug
 
 
 def test_runs_are_filtered_by_any_column_and_told_apart_by_those_in_which_they_differ(capsys, folder):
@@ -107,6 +140,7 @@ def test_runs_are_filtered_by_any_column_and_told_apart_by_those_in_which_they_d
     assert "unknown key 'roundz'; did you mean 'rounds'?" in said(capsys, "runs", "roundz=2", status=2)
     for text in ("=2", "rounds==2", "accuracy>>5"):
         assert "expected a column" in said(capsys, "runs", text, status=2)
+    assert ">: expected a column" in said(capsys, "runs", "rounds", ">", "1", status=2)  # no run has these words
     assert "accuracy>50%: '50%' is a word; allowed: " in said(capsys, "runs", "accuracy>50%", status=2)
     assert "rounds=true: True is a word; allowed: " in said(capsys, "runs", "rounds=true", status=2)  # it was 1
     assert "pretrained=no: 'no' is a word; allowed: False and the like" in said(
@@ -136,6 +170,8 @@ def test_all_columns_are_written_as_one_table_that_needs_no_kit(capsys, folder):
         assert frames[-1].shape == (2, frames[0].shape[1])
     assert json.loads(frames[0].loc[done.path.name, "budgets"]) == [0, 1] == frames[2].loc[done.path.name, "budgets"]
     assert "cannot end in '.xlsx'" in said(capsys, "runs", "--save", "runs.xlsx", status=2)
+    assert "cannot end in ''" in said(capsys, "runs", "--save", "", status=2)
+    assert "workers = 0 must be at least 1" in said(capsys, "verify", done.path.name, "--workers", "0", status=2)
 
 
 def test_schemas_are_printed_or_written_a_file_each(capsys, tmp_path):

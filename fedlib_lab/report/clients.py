@@ -79,9 +79,8 @@ def left_at(row: Mapping, thresholds: Mapping[str, float]) -> dict:
         several = isinstance(exits := row.get("client_exits"), list) and len(exits) > 1
         return {"clients": np.nan, "clients_sd": np.nan} if several else {}
     threshold = str(thresholds[row["column"]])
-    if threshold not in row["leaving"]:
+    if (at := row["leaving"].get(threshold)) is None:
         raise ValueError(f"thresholds: {row['column']} = {threshold} was not recorded; allowed: {list(THRESHOLDS)}")
-    at = row["leaving"][threshold]
     return {"clients": at["accuracy"], "clients_sd": at["sd"], "share": at["share"]}
 
 

@@ -72,12 +72,10 @@ def flags_of(run: Run, value: str = "accuracy") -> tuple[str, ...]:
         return tuple(flags)
     ends, means = found[-1][1], [float(x.mean()) for _, x in found]
     before = [m for (t, _), m in zip(found, means, strict=True) if t <= 0.75 * found[-1][0]]
-    of_its_course = {
-        "constant": np.array_equal(ends, found[-2][1]) and means[-1] <= _chance(run.experiment),
-        "collapsed": max(means) - means[-1] > max(5.0, max(means) / 4),
-        "rising": before and means[-1] - before[-1] > max(2.0, means[-1] / 20),
-    }
-    return *flags, *(name for name, holds in of_its_course.items() if holds)
+    flags += ["constant"] if np.array_equal(ends, found[-2][1]) and means[-1] <= _chance(run.experiment) else []
+    flags += ["collapsed"] if max(means) - means[-1] > max(5.0, max(means) / 4) else []
+    flags += ["rising"] if before and means[-1] - before[-1] > max(2.0, means[-1] / 20) else []
+    return tuple(flags)
 
 
 def _chance(e: Experiment) -> float:

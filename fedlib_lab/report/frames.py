@@ -33,6 +33,11 @@ def runs_frame(folder: Folder = None, words: Iterable[str] = (), rounds: bool = 
     return pd.json_normalize(rows) if rows else pd.DataFrame(columns=["run"])
 
 
+def whole(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return ``frame`` with whole numbers that are whole, where some runs say none too: 5000, not 5000.0."""
+    return frame.astype({c: "Int64" for c in frame.select_dtypes("float") if (frame[c].dropna() % 1 == 0).all()})
+
+
 def _row(run: Run, metrics: dict) -> dict[str, object]:
     asked = run.experiment.to_dict() | {"options": run.record.get("inputs", {}).get("options", run.experiment.options)}
     where = {k: v for k, v in run.record.get("provenance", {}).items() if k in ("device", "workers", "torch", "fedlib")}
@@ -42,12 +47,14 @@ def _row(run: Run, metrics: dict) -> dict[str, object]:
 def where(frame: pd.DataFrame, conditions: Iterable[str]) -> pd.DataFrame:
     """Return the rows of ``frame`` (:func:`runs_frame`) for which all ``conditions`` hold, as ``accuracy>50``.
 
-    A sign is one of ``SIGNS``, a value YAML's; ``options.kd=false`` is an option, null is what a run does not say.
+    A sign is one of ``SIGNS``, a value YAML's; ``options.modulate=false`` is an option, null what a run does not say.
     ``ValueError`` names an unknown column, and what is no condition.
     """
-    for text in conditions if len(frame) else ():
+    for text in conditions:
         if (parts := re.fullmatch(r"([\w.]+)(!=|<=|>=|=|<|>)([^=<>].*)?", text)) is None:
             raise ValueError(f"{text}: expected a column, one of {' '.join(SIGNS)}, and a value, e.g. rounds=100")
+        if frame.empty:  # no run says which columns there are
+            continue
         check_known([parts[1]], frame.columns, f"{text}: unknown key {{}}")
         value, holds = parse_yaml(parts[3] or "", text), SIGNS[parts[2]]
         kind, said = type(value), frame[parts[1]].dropna()
@@ -76,7 +83,7 @@ def differing(frame: pd.DataFrame, most: int = 5) -> list[str]:
 
 def save_frame(frame: pd.DataFrame, path: Path | str) -> None:
     """Write ``frame`` as ``path``, .parquet, .csv or .json; in the first two, lists and mixed values are JSON texts."""
-    flat, path = frame.convert_dtypes(), Path(path)
+    flat, path = (frame := whole(frame)).convert_dtypes(), Path(path)
     for name in (c for c in flat if flat[c].dtype == object):
         flat[name] = [x if isinstance(x, str) or x is pd.NA else json.dumps(x) for x in flat[name]]
     writers = {".parquet": partial(flat.to_parquet, index=False), ".csv": partial(flat.to_csv, index=False)}

@@ -24,10 +24,9 @@ def order_kept(shorter: Table, longer: Table) -> pd.DataFrame:
     Means over the seeds that both tables have of both variants; a pair without such a seed has no row. ``order`` says
     whether the difference keeps its sign.
     """
-    keys = ["finetune", "column", "variant", "seed"]
+    keys, rows = ["finetune", "column", "variant", "seed"], []
     before = shorter.frame[[*keys, longer.value]].rename(columns={longer.value: "shorter"})
     both = longer.frame.rename(columns={longer.value: "longer"}).merge(before, on=keys).dropna(subset=LENGTHS)
-    rows = []
     for (_, column), group in both.groupby(["finetune", "column"], sort=False):
         labels = dict(zip(group.variant, group.label.map(label_of), strict=True))
         wide = group.pivot(index="seed", columns="variant", values=LENGTHS)

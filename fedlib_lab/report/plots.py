@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
+from fedlib.core.validation import check_type
 from fedlib.methods import METHODS
 
 from . import style
@@ -191,7 +192,7 @@ def curves_frame(curves: Mapping[str, Sequence[dict]], x: str, methods: Mapping[
     A name's method is what ``methods`` says, else the name itself or, up to a comma, its beginning.
     """
     methods, rows = {label_of(m): m for m in METHODS} | dict(methods or {}), []
-    for name, records in curves.items():
+    for name, records in check_type(curves, Mapping, "curves").items():
         method = methods.get(name, name.split(", ")[0])
         where = {"series": plain(style.spelled(name)), "method": methods.get(method, method), "name": name}
         rows += [where | {x: r[x], "accuracy": r["accuracy"]} for r in records]

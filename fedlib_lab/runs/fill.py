@@ -54,7 +54,7 @@ class Job:
         """Return it as JSON holds it, with the name of its run."""
         place = {k: getattr(self.cell, k) for k in ("column", "variant", "finetune", "seed")}
         seconds = None if math.isnan(self.seconds) else round(self.seconds, 1)
-        return {"table": self.grid, **place, "run": self.cell.experiment.slug, "seconds": seconds}
+        return {"table": self.grid, **place, "run": run_path(self.cell.experiment).name, "seconds": seconds}
 
 
 @dataclass(frozen=True)

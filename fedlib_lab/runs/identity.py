@@ -57,7 +57,7 @@ class OtherInputs(ValueError):
 
 def accepted(accept: Accept) -> frozenset[str]:
     """Return the kinds of difference that the caller, or ``$FEDLIB_ACCEPT``, takes responsibility for."""
-    said = [accept] if isinstance(accept, str) else accept or ()
+    said = [accept] if isinstance(accept, str) or not isinstance(accept or (), Iterable) else accept or ()
     words = [w.strip() for text in (*said, os.environ.get("FEDLIB_ACCEPT", "")) for w in str(text).split(",")]
     check_known(filter(None, words), KINDS, "accept = {} is not possible")
     return frozenset(filter(None, words))

@@ -62,7 +62,7 @@ def stored_runs(folder: Folder = None, words: Iterable[str] = ()) -> Iterator[Ru
 
     Of ``words`` the name must have every one. One that cannot be read is told of in a warning and left out.
     """
-    words = [words] if isinstance(words, str) else list(words)
+    words = [words] if isinstance(words, str) else list(check_type(words, Iterable, "words"))
     for path in listed(folder_of(folder), "*", "summary.json"):
         if all(word in path.name for word in words):
             try:
@@ -112,7 +112,7 @@ def run(
     returned has status ``stopped``.
     """
     check_type(execution, Execution, "execution")
-    callback = Together(callbacks, on_round)
+    seconds, callback = convert(checkpoint_seconds, float, "checkpoint_seconds"), Together(callbacks, on_round)
     callback.check(e)
     e = as_stored(e, folder)
     _forget([e], folder, accept, again, progress)
@@ -121,7 +121,7 @@ def run(
             say(f"stored run{' of ' * bool(stored.day)}{stored.day}: {stored.path.name}")
         return stored
     with Watch([e], progress) as watch:
-        done = _run_missing(e, execution, folder, watch, checkpoint_seconds, wait, accept, callback)
+        done = _run_missing(e, execution, folder, watch, seconds, wait, accept, callback)
     if done is None:
         raise TimeoutError(f"{e.slug} is being run by another process")
     return done
@@ -143,10 +143,10 @@ def run_all(
     ``callbacks`` as in :func:`run`; callbacks are of this process, so ``ValueError`` with Ray.
     """
     check_type(execution, Execution, "execution")
-    callbacks = list(callbacks)
-    if isinstance(experiments, Experiment):
+    callback, seconds = Together(callbacks), convert(checkpoint_seconds, float, "checkpoint_seconds")
+    if not isinstance(experiments, Iterable):
         raise ValueError("run_all takes several experiments, e.g. run_all([e1, e2]); for one, use run(e)")
-    experiments, callback = [as_stored(e, folder) for e in experiments], Together(callbacks)
+    experiments = [as_stored(e, folder) for e in experiments]
     for e in experiments:
         callback.check(e)
     _forget(experiments, folder, accept, again, progress)
@@ -155,11 +155,11 @@ def run_all(
     missing, found = [e for e in stored if e not in done], list(done.values())
     if progress and found:
         say(f"{sum(e in done for e in experiments)} of {len(experiments)} runs stored{_days(found)}")
-    stacks = [] if callbacks else list(side_by_side.stacks(missing, execution))
+    stacks = [] if callback.each else list(side_by_side.stacks(missing, execution))
     alone = [e for e in missing if not any(e in stack for stack in stacks)]
-    chosen = [] if callbacks else side_by_side.choose(alone, execution)
+    chosen = [] if callback.each else side_by_side.choose(alone, execution)
     pace = stored_pace(found, replace(execution, workers=1) if chosen else execution)
-    one = partial(_run_one, folder=folder_of(folder), seconds=checkpoint_seconds, accept=accept, callback=callback)
+    one = partial(_run_one, folder=folder_of(folder), seconds=seconds, accept=accept, callback=callback)
     with Watch(missing, progress and bool(missing), pace) as watch:
         for stack in stacks:
             with side_by_side.abreast(watch, len(stack)):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from fedlib.core.experiment import Experiment
-from fedlib.core.validation import check_known, check_type, shown
+from fedlib.core.validation import check_type, shown
 from fedlib.engine.executors import Execution
 
 from .params import make_experiment
@@ -45,29 +45,28 @@ def sweep(
     lists itself. Where an experiment says no ``validation_fraction``, a fifth of the training examples is held out.
     ``ValueError`` before any compute names what cannot be tried.
     """
-    check_type(rows, Mapping, "sweep: rows")
-    for row, e in rows.items():
-        check_type(e, Experiment, f"sweep: row {shown(row)}")
     if isinstance(over, Mapping):
         for key, values in over.items():
             if not isinstance(values, list | tuple) or not values:
-                raise ValueError(f"sweep: {key} = {shown(values)}; allowed: a list")
+                raise ValueError(f"sweep: {key} = {shown(values)}; allowed: a list of one value or more")
         choices = [dict(zip(over, x, strict=True)) for x in product(*over.values())]
     else:
         choices = over
-    listed = isinstance(choices, list | tuple) and bool(choices)
+    listed, asked = isinstance(choices, list | tuple) and bool(choices), list[tuple]()
     if not listed or not all(isinstance(x, Mapping) and x and all(isinstance(k, str) for k in x) for x in choices):
         raise ValueError(f"sweep: over = {shown(over)}; allowed: lists by field, or a list of choices")
-    share = {row: e.validation_fraction or 0.2 for row, e in rows.items()}
-    rows = {row: e.replace(evaluate_on="validation", validation_fraction=share[row]) for row, e in rows.items()}
-    asked = [(row, choice, changed(e, choice)) for row, e in rows.items() for choice in choices]
+    for row, e in check_type(rows, Mapping, "sweep: rows").items():
+        share = check_type(e, Experiment, f"sweep: row {shown(row)}").validation_fraction or 0.2
+        e = e.replace(evaluate_on="validation", validation_fraction=share)
+        asked += [(row, choice, changed(e, choice)) for choice in choices]
     done = run_all([e for *_, e in asked], execution, folder, progress)
     return [Trial(row, choice, r) for (row, choice, _), r in zip(asked, done, strict=True)]
 
 
 def changed(e: Experiment, choice: Mapping[str, object]) -> Experiment:
     """Return ``e`` with the values of ``choice``, fully checked."""
-    check_known([k for k in choice if k in KEPT], (), f"sweep: {{}} cannot be chosen, nor can {', '.join(KEPT)}")
+    if kept := [k for k in choice if k in KEPT]:
+        raise ValueError(f"sweep: {kept[0]!r} cannot be chosen, nor can {', '.join(KEPT)}; allowed: every other field")
     return make_experiment(e.to_dict(), nested(choice))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fedlib.core.annotations import Count
+from fedlib.core.annotations import Count, NotNegative
 from fedlib.core.validation import check_type, convert
 from fedlib.engine.executors import Execution
 
@@ -60,12 +60,12 @@ def verify(
     ``execution``: None, as it was stored. Nothing is stored, and what is stored is not touched. ``ValueError`` where
     none of these rounds was evaluated.
     """
-    check_type(run, Run, "verify: run")
-    last = run.experiment.rounds if rounds is None else convert(rounds, Count, "verify: rounds")
+    e, tolerance = check_type(run, Run, "verify: run").experiment, convert(tolerance, NotNegative, "verify: tolerance")
+    last = e.rounds if rounds is None else convert(rounds, Count, "verify: rounds")
     if not (told := [m for m in run.metrics if m["t"] <= last]):
         first = next((m["t"] for m in run.metrics), None)
         raise ValueError(f"verify: rounds = {rounds}: the first round that {run.path.name} evaluated is {first}")
-    goes, e = [run.record.get("provenance", {}), *run.record.get("resumed", [])], run.experiment
+    goes = [run.record.get("provenance", {}), *run.record.get("resumed", [])]
     on_gpu = "cuda" in goes[0] and torch.cuda.is_available()
     execution = execution or Execution("cuda" if on_gpu else "cpu", goes[0].get("workers"))
     with TemporaryDirectory(prefix="fedlib-verify-") as folder:
