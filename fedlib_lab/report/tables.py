@@ -170,7 +170,7 @@ def load_reported(paper: str, *tables: str) -> pd.DataFrame:
 
     Of several tables, later ones add the rows that earlier ones do not print.
     """
-    frames = [pd.read_csv(params_dir() / paper / "reported" / f"{t}.csv", float_precision="round_trip") for t in tables]
+    frames = [pd.read_csv(params_dir() / paper / "reported" / f"{t}.csv") for t in tables]
     frames = [f if "variant" in f else f.assign(variant=f.method) for f in frames]
     return pd.concat(frames, ignore_index=True).drop_duplicates(["finetune", "variant", "column"])
 
