@@ -15,10 +15,10 @@ import pandas as pd
 from benchmarks import harness
 from benchmarks.prepare import WORKLOADS, write_workload
 from benchmarks.scale import measure_population
+from benchmarks.stopwatch import PHASES, Stopwatch
 from benchmarks.systems import SYSTEMS, running, select
 from fedlib.core.experiment import Experiment
 from fedlib.core.paths import outputs_dir
-from fedlib.core.profiling import PHASES, profile
 from fedlib.core.storage import read_json, write_json
 from fedlib.core.validation import check_fields, did_you_mean
 from fedlib.engine.executors import Execution
@@ -151,9 +151,9 @@ def load(profile: str, bench: Bench, run_missing: bool = True) -> tuple[dict[str
 def profile_of_a_run(rounds: int) -> pd.Series:
     """Share (%) of every phase in a stored run of ReeFL with LoRA: augmented digits, 10 clients, one evaluation."""
     e = Experiment(method="reefl", finetune="lora", augment="crop", rounds=rounds, evaluate_every=rounds)
-    with tempfile.TemporaryDirectory() as empty, profile() as seconds:
-        run(e, folder=Path(empty), progress=False)
-    shares = pd.Series(seconds).reindex(PHASES).fillna(0)
+    with tempfile.TemporaryDirectory() as empty, Stopwatch() as watch:
+        run(e, Execution(workers=1), Path(empty), progress=False)
+    shares = pd.Series(watch.seconds).reindex(PHASES).fillna(0)
     return 100 * shares / shares.sum()
 
 

@@ -19,7 +19,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from types import FunctionType, ModuleType
@@ -29,10 +29,9 @@ import cloudpickle
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from fedlib.core import profiling
-from fedlib.engine.executors import Execution, Memories, Trained, Unforkable
+from fedlib.engine.executors import Execution, Unforkable
 from fedlib.engine.federation import Federation, build_train_cache
-from fedlib.methods import Member, Round, Server
+from fedlib.methods import Server
 
 from ..kernels.products import choose_products
 from .workers import Finished, Workers, as_bytes, become_worker, kit, of_bytes, train_task
@@ -83,7 +82,7 @@ class Processes(Workers):
         return next((w for w in self.processes if w.cohort is None), None)
 
     def give(self, worker: "_Worker", i: int, download: memoryview, task: tuple) -> None:
-        worker.send(i, download, to_message((*task, profiling.is_measuring()), travels=not self.forks))
+        worker.send(i, download, to_message(task, travels=not self.forks))
 
     def finished(self) -> Iterator[Finished]:
         """Wait until a cohort is back or its worker has died, who is then replaced."""
@@ -92,9 +91,7 @@ class Processes(Workers):
         for worker, i in ((w, i) for w, i in busy if w.connection in ready):
             worker.cohort = None
             try:
-                trained, seconds = worker.receive()
-                profiling.add_seconds(seconds)
-                yield i, trained, None
+                yield i, worker.receive(), None
             except EOFError:
                 worker.close()
                 self.processes.remove(worker)
@@ -201,7 +198,7 @@ def _serve(connection: Connection, parent: int, travels: bool, begin: Callable, 
             server = here(message)
             continue
         try:
-            answer = to_message(_train(f, server, *message), travels)
+            answer = to_message(train_task(f, server, *message), travels)
         except Exception as error:
             answer = to_message(sendable_error(error), travels)
         try:
@@ -214,7 +211,6 @@ def _in_a_fork(connection: Connection, f: Federation) -> tuple[Federation, Calla
     """Set up a fork, which has ``f`` in its memory; return it and how to read a server from a message."""
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a notebook's own go through sockets of the parent
     _close_inherited_files(connection.fileno())
-    profiling.stop_measuring()
     check_fork()
     return f, lambda server: server
 
@@ -232,14 +228,6 @@ def _on_a_device(
     vector_to_parameters(params, seen.values())
     here = lambda server: replace(server, params={n: p.to(device) for n, p in seen.items()})  # noqa: E731
     return replace(f, train_cache=build_train_cache(f, units)), here
-
-
-def _train(
-    f: Federation, server: Server, members: list[Member], r: Round, memories: Memories, measure: bool
-) -> tuple[Trained, dict[str, float]]:
-    with profiling.profile() if measure else nullcontext({}) as seconds:
-        trained = train_task(f, server, members, r, memories)
-    return trained, dict(seconds)
 
 
 def check_fork() -> None:

@@ -28,7 +28,6 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 
-from fedlib.core import profiling
 from fedlib.core.devices import free_memory, memory_to_plan_with
 from fedlib.core.experiment import Experiment
 from fedlib.engine.executors import Execution
@@ -183,7 +182,6 @@ def _serve(jobs: Connection, out: Connection, answer_one: Answer) -> NoReturn:
     become_worker()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
-    profiling.stop_measuring()
     tqdm.set_lock(threading.RLock())  # the parent's is shared, and a killed fork would keep it
     lock, todo = threading.Lock(), queues.SimpleQueue()
     working, ended = threading.Event(), threading.Event()
@@ -264,7 +262,7 @@ def choose(missing: Sequence[Experiment], execution: Execution) -> list[Experime
     if execution.device != "cpu":
         missing = [e for e in missing if _is_the_kits(e) and OWN.get(e.backbone) == SHIPPED.get(e.backbone)]
     cores, daemon = at_once(execution), multiprocessing.current_process().daemon
-    free = execution.executor == "auto" and execution.workers is None and not (daemon or profiling.is_measuring())
+    free = execution.executor == "auto" and execution.workers is None and not daemon
     if not (free and 1 < cores <= len(missing)) or (execution.device == "cpu" and not _fit(missing, cores)):
         return []
     return list(missing[: len(missing) // cores * cores])
@@ -311,11 +309,10 @@ def stacks(missing: Sequence[Experiment], execution: Execution, processes: int =
     """Choose which of ``missing`` train together: those of unlike seed, rate or split alone (``executors/stacked.py``).
 
     By default on a GPU, so many as memory suffices for where so many ``processes`` train, and of the kit's methods, as
-    one of your own may take a client's id for its place; ``execution.stack`` at most, of any method. Not while a
-    profile is measured.
+    one of your own may take a client's id for its place; ``execution.stack`` at most, of any method.
     """
     threads, on_gpu = execution.executor in ("auto", "threads"), execution.device != "cpu"
-    if not threads or (execution.stack is None and not on_gpu) or execution.stack == 1 or profiling.is_measuring():
+    if not threads or (execution.stack is None and not on_gpu) or execution.stack == 1:
         return
     alike: dict[str, list[Experiment]] = {}
     for e in missing:

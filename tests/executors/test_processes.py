@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from fedlib import Execution, build_federation, run, run_rounds
-from fedlib.core.profiling import profile
 from fedlib.core.storage import read_tensors
 from fedlib.methods import METHODS
 from fedlib.methods.sliced.reefl import ReeFL
@@ -124,22 +123,6 @@ def begin_slowly():
     processes.SLOW, processes._in_a_fork = 0.3, lambda *args: time.sleep(1) or original(*args)
     with pytest.warns(UserWarning, match=r"worker process \d+ has not begun for 0.3 s; kill -9 \d+ ends it"):
         next(run_rounds(build_federation(small("reefl")), TWO))
-
-
-def test_phases_of_workers_are_measured(alone):
-    alone(measure)
-
-
-def measure():
-    f = build_federation(small("reefl"))
-    rounds = run_rounds(f, TWO)
-    next(rounds)
-    with profile() as seconds:
-        next(rounds)
-    assert {"data", "forward", "backward", "step", "aggregation", "evaluation"} <= seconds.keys()
-    before = dict(seconds)
-    next(rounds)
-    assert seconds == before
 
 
 # --- what can go wrong -----------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from fedlib import Execution, build_federation, run, run_all, run_rounds
-from fedlib.core.profiling import profile
 from fedlib.methods import METHODS
 from fedlib_lab.executors.stacked import Joint, Meeting, are_alike
 from fedlib_lab.runs import side_by_side
@@ -144,8 +143,6 @@ def test_what_trains_together_differs_in_its_seed_alone(monkeypatch):
     assert chosen(grid, Execution(stack=4)) == [a[:4], b]  # one is left for itself
     assert chosen(grid, Execution()) == chosen(grid, Execution(stack=1)) == []
     assert chosen(grid, Execution(stack=3, executor="processes", workers=2)) == []
-    with profile():
-        assert chosen(grid, Execution(stack=3)) == []
     with pytest.raises(ValueError, match="stack = 0"):
         Execution(stack=0)
 

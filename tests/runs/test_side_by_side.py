@@ -18,7 +18,6 @@ from filelock import FileLock
 
 from fedlib import Execution, run_all
 from fedlib.core import paths
-from fedlib.core.profiling import profile
 from fedlib.core.storage import DamagedFile, read_tensors
 from fedlib.engine.rounds import Finished
 from fedlib_lab.runs import side_by_side, store
@@ -50,8 +49,6 @@ def test_only_where_nobody_asked_for_something_else(two_cores, own, monkeypatch)
     for asked in (Execution(workers=2), Execution(executor="threads"), Execution(executor="processes")):
         assert choose(grid, asked) == []
     assert choose(grid[:1], Execution()) == []
-    with profile():
-        assert choose(grid, Execution()) == []
     with monkeypatch.context() as m:
         m.setattr(side_by_side, "free_memory", lambda device: 2**20)
         assert choose(grid, Execution()) == []
