@@ -33,23 +33,23 @@ OF_THE_CORE = {folder for folders in LAYERS[:5] for folder in folders}
 # Lines of code as they stand. They may only be lowered: what comes in is paid for by what goes, perhaps elsewhere in its
 # package (executors rose from 599 by the one that stacks runs, kernels from 396 by steps as graphs, report from 1839)
 LINES = {
-    "fedlib": 8306,
-    "core": 907,
+    "fedlib": 8261,
+    "core": 862,
     "data": 1132,
     "engine": 1953,
     "layers": 560,
     "methods": 2272,
     "models": 1434,
-    "fedlib_lab": 10875,
+    "fedlib_lab": 10856,
     "atlas": 359,
     "cli": 192,
-    "executors": 780,
+    "executors": 774,
     "formats": 876,
     "kernels": 456,
     "papers": 1109,
     "report": 1839,
     "rivals": 648,
-    "runs": 2789,
+    "runs": 2776,
     "zoo": 1811,
 }
 HEAVY = {

@@ -64,10 +64,8 @@ class Processes(Workers):
                 self.processes.append(self._start_worker(place))
             for worker in self.processes:
                 worker.wait_until_ready()
-        except BaseException as error:
+        except BaseException:
             self.close()
-            if isinstance(error, OSError):
-                raise Unforkable(f"no process could be forked: {error}") from error
             raise
 
     def download(self, server: Server) -> memoryview:
@@ -104,11 +102,7 @@ class Processes(Workers):
         if self.forks:
             return _Worker(place, "fork", False, _in_a_fork, self.federation)
         device = self.devices[place % len(self.devices)]
-        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")  # a script may be unguarded
-        try:
-            return _Worker(place, "spawn", True, _on_a_device, device, self.kit, self.params)
-        finally:
-            sys.modules["__main__"] = main
+        return _Worker(place, "spawn", True, _on_a_device, device, self.kit, self.params)
 
     def close(self) -> None:
         for worker in self.processes:
@@ -118,17 +112,30 @@ class Processes(Workers):
         self.processes = []
 
 
+def start_process(method: str, target: Callable, *arguments: object, daemon: bool = False) -> Any:
+    """Start a process that runs ``target``, by ``method`` fork or spawn; ``Unforkable`` if the system refuses one."""
+    context: Any = multiprocessing.get_context(method)
+    process, main = context.Process(target=target, args=arguments, daemon=daemon), sys.modules["__main__"]
+    try:
+        with warnings.catch_warnings():  # Python warns where other threads run; a fork needs none of their locks
+            warnings.simplefilter("ignore", DeprecationWarning)
+            if method == "spawn":
+                sys.modules["__main__"] = ModuleType("__main__")  # a script may be unguarded
+            process.start()
+    except OSError as error:
+        raise Unforkable(f"no process could be forked: {error}") from error
+    finally:
+        sys.modules["__main__"] = main
+    return process
+
+
 class _Worker:
     """One process, seen from the process that started it."""
 
     def __init__(self, place: int, method: str, *arguments: object):
-        context: Any = multiprocessing.get_context(method)
         self.place = place
-        self.connection, there = context.Pipe()
-        self.process = context.Process(target=_serve, args=(there, os.getpid(), *arguments), daemon=True)
-        with warnings.catch_warnings():  # Python warns where other threads run; a worker needs none of their locks
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.process.start()
+        self.connection, there = multiprocessing.Pipe()
+        self.process = start_process(method, _serve, there, os.getpid(), *arguments, daemon=True)
         there.close()
         self.cohort: int | None = None  # the place in the plan of what it trains
         self.informed = False  # has it this round's parameters?

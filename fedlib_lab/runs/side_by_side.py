@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
-from types import ModuleType
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
@@ -37,7 +36,7 @@ from fedlib.engine.rounds import Finished
 from fedlib.methods import METHODS, Server
 from fedlib.models.registry import OWN, SHIPPED, backbone_spec
 
-from ..executors.processes import Unforkable, check_fork, sendable_error, to_message
+from ..executors.processes import Unforkable, check_fork, sendable_error, start_process, to_message
 from ..executors.stacked import Meeting
 from ..executors.workers import become_worker
 from .progress import Watch, call_quietly, interrupted
@@ -127,26 +126,16 @@ class Fork:
     It puts (itself, answer) into ``answers``, :class:`News` too, and (itself, None) when it ends.
     """
 
-    inputs: ClassVar[set[Connection]] = set()  # of all forks: a later one must not keep an earlier one's open
+    inputs: ClassVar[set[Any]] = set()  # of all forks: a later one must not keep an earlier one's open
 
     def __init__(self, answers: queues.Queue, answer_one: Answer, new: bool):
         forks = sys.platform.startswith("linux") and not (new or torch.cuda.is_initialized())
-        context: Any = multiprocessing.get_context("fork" if forks else "spawn")
-        main = sys.modules["__main__"]
-        jobs, self.input = context.Pipe(duplex=False)
-        self.output, out = context.Pipe(duplex=False)
+        jobs, self.input = multiprocessing.Pipe(duplex=False)
+        self.output, out = multiprocessing.Pipe(duplex=False)
         self.inputs.add(self.input)
-        self.process = context.Process(target=_serve, args=(jobs, out, answer_one))
         try:
-            with warnings.catch_warnings():  # Python warns where other threads run; a fork needs none of their locks
-                warnings.simplefilter("ignore", DeprecationWarning)
-                if not forks:
-                    sys.modules["__main__"] = ModuleType("__main__")  # a script may be unguarded
-                self.process.start()
-        except OSError as error:
-            raise Unforkable(f"no process could be forked: {error}") from error
+            self.process = start_process("fork" if forks else "spawn", _serve, jobs, out, answer_one)
         finally:
-            sys.modules["__main__"] = main
             jobs.close()
             out.close()
         threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
@@ -256,7 +245,7 @@ def choose(missing: Sequence[Experiment], execution: Execution) -> list[Experime
     """Choose which of ``missing`` run side by side: as many as fill all cores; the rest has all, one after another.
 
     A GPU has ``A_GPU`` for its cores, and new processes train there what they know: the kit's methods and nets. None of
-    them if ``execution`` says executor or workers, fewer are missing than there are cores, somebody measures a profile,
+    them if ``execution`` says executor or workers, fewer are missing than there are cores,
     this process may have no others, or, on a CPU, forks of it could not train or lack memory.
     """
     if execution.device != "cpu":
