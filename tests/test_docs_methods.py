@@ -157,8 +157,9 @@ def test_without_stored_runs_a_page_says_so(methods, monkeypatch, tmp_path):
 
 
 def test_numbers_of_an_older_rule_say_so(methods, monkeypatch):
-    """CIFAR-100's runs are of an older rule, those on CIFAR-10 are not (``flags.py``)."""
+    """As if CIFAR-100's runs were of an older rule, and those on CIFAR-10 not (``flags.py``)."""
     monkeypatch.setenv("FEDLIB_OUTPUTS", str(OUTPUTS))
+    monkeypatch.setattr(methods, "older_rules", lambda e, _: ["how crops are counted"] * (e.dataset == "cifar100"))
     monkeypatch.setattr(methods, "tables", lambda name: [("fedepth", "table2")])
     rows = [r for r in methods.numbers("fedepth").splitlines() if "outputs/fedepth" in r]
     for row in rows:
