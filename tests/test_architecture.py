@@ -40,7 +40,7 @@ LINES = {
     "layers": 560,
     "methods": 2272,
     "models": 1434,
-    "fedlib_lab": 10856,
+    "fedlib_lab": 10858,
     "atlas": 359,
     "cli": 192,
     "executors": 774,
@@ -49,7 +49,7 @@ LINES = {
     "papers": 1109,
     "report": 1839,
     "rivals": 648,
-    "runs": 2776,
+    "runs": 2778,
     "zoo": 1811,
 }
 HEAVY = {

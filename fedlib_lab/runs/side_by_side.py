@@ -105,6 +105,8 @@ def hand_out(
                 continue
             if answer is None:
                 crew.remove(process)
+                process.ask_to_stop()
+                process.end(grace)  # its pipe ends a moment before it does
             if (job := busy.pop(process, None)) is None:
                 continue
             lost[job] += answer is None
