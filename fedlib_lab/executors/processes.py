@@ -194,7 +194,8 @@ def _serve(connection: Connection, parent: int, travels: bool, begin: Callable, 
         connection.send_bytes(to_message(sendable_error(error), travels))
         return
     f.model.register_forward_pre_hook(lambda *_: None if os.getppid() == parent else os._exit(1))  # in mid-training
-    connection.send_bytes(to_message(None))
+    with suppress(OSError):  # the parent may have ended meanwhile
+        connection.send_bytes(to_message(None))
     server = f.server  # until the first round's comes
     while True:
         try:

@@ -321,7 +321,7 @@ def run_stack(run_one: RunOne, stack: Sequence[Experiment], execution: Execution
     All go on if one fails, whose error is raised at the end. After a Ctrl-C all are stored up to their last rounds.
     """
     meeting, how = Meeting(len(stack)), replace(execution, executor="stacked", stack=len(stack))
-    with ThreadPoolExecutor(len(stack)) as pool:
+    with contextlib.closing(meeting), ThreadPoolExecutor(len(stack)) as pool:  # again, what began amid a Ctrl-C
         runs = [pool.submit(meeting.attend, partial(run_one, e, watch, how)) for e in stack]
         try:
             wait(runs)

@@ -224,8 +224,9 @@ def test_an_error_is_that_of_its_run_and_the_others_go_on(own, tmp_path):
 
 
 SCRIPT = """
-import sys, json
+import signal, sys, json
 from fedlib import Execution, Experiment, run_all
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
 run_all([Experiment.from_dict(e) for e in json.loads(sys.argv[1])], Execution(stack=2, workers=int(sys.argv[3])), sys.argv[2])
 """
 
