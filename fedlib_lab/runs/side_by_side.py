@@ -247,8 +247,8 @@ def choose(missing: Sequence[Experiment], execution: Execution) -> list[Experime
     """Choose which of ``missing`` run side by side: as many as fill all cores; the rest has all, one after another.
 
     A GPU has ``A_GPU`` for its cores, and new processes train there what they know: the kit's methods and nets. None of
-    them if ``execution`` says executor or workers, fewer are missing than there are cores,
-    this process may have no others, or, on a CPU, forks of it could not train or lack memory.
+    them if ``execution`` says executor or workers, fewer are missing than there are cores, this process may have no
+    others, or, on a CPU, forks of it could not train or lack memory.
     """
     if execution.device != "cpu":
         missing = [e for e in missing if _is_the_kits(e) and OWN.get(e.backbone) == SHIPPED.get(e.backbone)]
