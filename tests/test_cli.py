@@ -142,6 +142,7 @@ def test_runs_are_filtered_by_any_column_and_told_apart_by_those_in_which_they_d
         assert "expected a column" in said(capsys, "runs", text, status=2)
     assert ">: expected a column" in said(capsys, "runs", "rounds", ">", "1", status=2)  # no run has these words
     assert "accuracy>50%: '50%' is a word; allowed: " in said(capsys, "runs", "accuracy>50%", status=2)
+    assert "exits>1: [" in (text := said(capsys, "runs", "exits>1", status=2)) and "allowed: = and !=" in text
     assert "rounds=true: True is a word; allowed: " in said(capsys, "runs", "rounds=true", status=2)  # it was 1
     assert "pretrained=no: 'no' is a word; allowed: False and the like" in said(
         capsys, "runs", "pretrained=no", status=2

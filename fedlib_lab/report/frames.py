@@ -60,6 +60,8 @@ def where(frame: pd.DataFrame, conditions: Iterable[str]) -> pd.DataFrame:
         kind, said = type(value), frame[parts[1]].dropna()
         if kind in (str, bool) and len(said) and kind not in {*map(type, said)}:
             raise ValueError(f"{text}: {value!r} is a word; allowed: {said.iloc[0]} and the like")
+        if {list, dict} & {*map(type, said)} and parts[2] not in ("=", "!="):
+            raise ValueError(f"{text}: {said.iloc[0]} is neither more nor less; allowed: = and !=")
         frame = frame[[_holds(holds, None if x is pd.NA or x != x else x, value) for x in frame[parts[1]]]]
     return frame
 

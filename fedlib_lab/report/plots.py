@@ -191,10 +191,11 @@ def curves_frame(curves: Mapping[str, Sequence[dict]], x: str, methods: Mapping[
 
     A name's method is what ``methods`` says, else the name itself or, up to a comma, its beginning.
     """
-    methods, rows = {label_of(m): m for m in METHODS} | dict(methods or {}), []
+    methods, rows = {label_of(m): m for m in METHODS} | {**check_type(methods or {}, Mapping, "methods")}, []
     for name, records in check_type(curves, Mapping, "curves").items():
         method = methods.get(name, name.split(", ")[0])
         where = {"series": plain(style.spelled(name)), "method": methods.get(method, method), "name": name}
+        records = check_type(records, Sequence, f"curves: {name!r}, as run.metrics")
         rows += [where | {x: r[x], "accuracy": r["accuracy"]} for r in records]
     return pd.DataFrame(rows, columns=["series", "method", "name", x, "accuracy"])
 

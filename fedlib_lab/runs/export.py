@@ -93,7 +93,7 @@ def check_folder(path: Path | str, this: dict[str, object]) -> Path:
     ``ValueError`` where other files than an export's lie, or those of an export that is not ``this``, as ``model.json``
     says it.
     """
-    where = Path(path).expanduser().absolute()
+    where = Path(convert(path, str, "save_model: path")).expanduser().absolute()
     there = {p.name for p in where.iterdir()} if where.is_dir() else set()
     try:
         about = json.loads((where / "model.json").read_text()) if there else {"files": ()}

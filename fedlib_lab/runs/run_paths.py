@@ -96,7 +96,7 @@ def folder_of(folder: Folder) -> Path:
 
     ``ValueError`` if it is none, or too long for a run's files.
     """
-    if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder)):
+    if folder is not None and (not isinstance(folder, (str, os.PathLike)) or "\0" in (str(folder) or "\0")):
         raise ValueError(f"folder = {shown(folder)}: expected the path of a folder, e.g. 'outputs/runs'")
     path = outputs_dir() / "runs" if folder is None else Path(folder).expanduser()
     try:

@@ -18,7 +18,7 @@ from typing import Literal
 from fedlib.core.experiment import Experiment
 from fedlib.core.profiling import phase
 from fedlib.core.storage import DamagedFile, read_json, read_lines, write_json
-from fedlib.core.validation import check_type, convert, shown
+from fedlib.core.validation import check_known, check_type, convert, shown
 from fedlib.engine.checks import check_experiment
 from fedlib.engine.executors import Execution
 from fedlib.engine.federation import Federation, build_federation
@@ -205,10 +205,11 @@ def _days(found: list[Run]) -> str:
 
 def _forget(experiments: Sequence[Experiment], folder: Folder, accept: Accept, again: Again, told: bool) -> None:
     """Forget what is stored of ``experiments`` if ``again``; of "other" what other inputs trained. Say so if told."""
-    for e in experiments if convert(again, Again, "again") else ():
+    check_known([again], (False, True, "other"), "again = {} is not possible")
+    for e in experiments if again else ():
         check_experiment(e)  # all, before anything is lost
     for e, path in {e: run_path(e, folder) for e in experiments}.items() if again else ():
-        if (again is True or _is_other(e, folder, accept)) and forget(e, folder) and told:
+        if (again != "other" or _is_other(e, folder, accept)) and forget(e, folder) and told:
             say(f"forgotten, and run anew: {path.name}")
 
 

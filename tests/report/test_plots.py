@@ -88,6 +88,16 @@ def test_exits_stand_at_their_numbers():
     assert plots.plot_exit_accuracies(table.assign(accuracy=np.nan)).lines[:] == []
 
 
+def test_what_are_no_curves_is_said():
+    for given, more, said in (
+        ({"a": object()}, (), "curves: 'a', as run.metrics = .*: expected Sequence"),
+        ([], (), "curves = .*: expected Mapping"),
+        ({"a": []}, ("accuracy",), "methods = 'accuracy': expected Mapping"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            plots.plot_learning_curves(given, *more)
+
+
 @pytest.mark.parametrize(("rounds", "ticks"), [(range(5, 31, 5), [5, 10, 15, 20, 25, 30]), (range(1, 101), None)])
 def test_ticks_of_curves_meet_points(rounds, ticks):
     ax = plots.plot_learning_curves({"reefl, lora": [{"t": t, "accuracy": t} for t in rounds], "mine": []})

@@ -185,6 +185,8 @@ def test_an_export_takes_the_place_of_an_export_alone_and_is_whole_or_not_there(
     ):
         with pytest.raises(ValueError, match=f"save_model: path = .*{what}; allowed: a new or empty folder, or an"):
             save_model(done, 0, path)
+    with pytest.raises(ValueError, match="save_model: path = 5: expected str, got int"):
+        save_model(done, 0, 5)
     assert [p.name for p in mine.iterdir()] == ["thesis.tex"]
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = save_model(done, 0, "~/model")

@@ -463,7 +463,7 @@ def test_arguments_are_checked_in_words(tmp_path):
     for bad in (lambda: run(e, "cpu"), lambda: run_all([e], "cpu")):
         with pytest.raises(ValueError, match="execution = 'cpu': expected Execution, got str"):
             bad()
-    for bad in (3, "", b"runs", ["runs"]):
+    for bad in (3, "", b"runs", ["runs"], "a\0b"):
         for ask in (lambda bad=bad: run(e, ONE, bad), lambda bad=bad: run_all([e], ONE, bad), lambda bad=bad: find_run(e, bad)):  # fmt: skip
             with pytest.raises(ValueError, match="folder = .*: expected the path of a folder"):
                 ask()
@@ -731,8 +731,9 @@ def test_a_list_runs_anew_what_an_edit_concerns_and_says_so(unfinished, tmp_path
     METHODS["fedprox"] = defined(FEDPROX, tmp_path)
     before = find_run(mine, tmp_path / "runs", "method")
     assert run_all([mine], ONE, tmp_path / "runs", accept="method", again="other")[0].record == before.record  # keep
-    with pytest.raises(ValueError, match="again"):
-        ask(again="others")
+    for word in ("others", 3, None):
+        with pytest.raises(ValueError, match=f"again = {word!r} is not possible;.* allowed: False, True, other"):
+            ask(again=word)
     with pytest.raises(ValueError, match="unknown key 'nu'"):  # before anything is forgotten
         run_all([kits, mine.replace(options={"nu": 1})], ONE, tmp_path / "runs", again=True)
     assert find_run(kits, tmp_path / "runs") is not None
