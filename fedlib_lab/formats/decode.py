@@ -122,15 +122,14 @@ def has_labels(table, label: str) -> bool:
 
 
 def unread_parts(splits, train: str, test: str | None, layout: Layout) -> list[str]:
-    """List the unused splits, and unused columns that could be read in place of others; columns of no public set."""
+    """List the unused splits and columns; columns of no public set."""
     from datasets import Image
 
     features = splits[train].features
     images = [c for c, f in features.items() if isinstance(f, Image)]
-    read = {*(layout.reads or images[:1]), layout.label, layout.owner}
-    rivals = [c for c in features if c in {*LABELS, *images, *TEXTS} - read]
-    parts = [f"split {s!r}" for s in splits if s not in (train, test)]
-    return parts + [f"column {c!r}" for c in rivals if Path(layout.where).name not in SETS["public"]]
+    read = {*(layout.reads or images[:1]), layout.label, layout.owner, layout.together}
+    rest = [c for c in features if c not in read and Path(layout.where).name not in SETS["public"]]
+    return [f"split {s!r}" for s in splits if s not in (train, test)] + [f"column {c!r}" for c in rest]
 
 
 def train_and_test(parts: Sequence[Part], layout: Layout, together: Sequence | None = None) -> Decoded:
@@ -243,6 +242,9 @@ def read_labels(table, split: str, layout: Layout) -> tuple[np.ndarray, list[str
     values, feature = read_column(table, layout.label, split, layout), table.features[layout.label]
     names = getattr(feature, "names", None)
     if names is None and layout.reads and str(feature.dtype).startswith("float"):
+        if all(v == int(v) for v in values) and split == layout.train:
+            told = f"{layout.label} = {values[0]} and the like are numbers to predict, not classes, as their type is"
+            warnings.warn(f"{layout.where}: {told} {feature.dtype}; classes are integers or words", stacklevel=2)
         return np.asarray(values, np.float32), []
     most = math.inf if names is None else len(names)
     wrong = (i for i, v in enumerate(values) if not isinstance(v, str) and not (0 <= v < most and v == int(v)))

@@ -134,7 +134,8 @@ def picture_splits(path: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     pictures = [p.relative_to(path) for p in files if p.suffix.lower() in ImageFolder.EXTENSIONS and p != path]
     pictures.sort(key=Path.as_posix)
     if not pictures:
-        raise ValueError(UNKNOWN.format(str(path), f"it holds no picture, but {[p.name for p in files[:3]]}"))
+        other = "; other files: fedlib.register_data(name, datasets.load_dataset(...))"
+        raise ValueError(UNKNOWN.format(str(path), f"it holds no picture, but {[p.name for p in files[:3]]}{other}"))
     names = sorted({p.parts[0] for p in pictures if len(p.parts) > 2 and p.parts[0].lower() in (*TRAIN, *TESTS)})
     splits = {n: [p for p in pictures if p.parts[0] == n] for n in names} or {"train": pictures}
     used = [p for found in splits.values() for p in found]

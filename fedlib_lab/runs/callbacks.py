@@ -1,20 +1,18 @@
-"""Looking at a run while it goes on: ``run(e, callbacks=[TensorBoard(), EarlyStopping(patience=5)])``.
+"""Looking at a run while it goes on: ``run(e, callbacks=[Tracker("tensorboard"), EarlyStopping(patience=5)])``.
 
 Callbacks are no part of an experiment: what they see is stored under the same name with and without them. One that
 stops a run leaves it unfinished: its state is stored, its numbers are returned with status ``stopped``, and without
-the callback it goes on from there. Trackers are adapters; each needs its own package.
+the callback it goes on from there. Trackers are accelerate's.
 Read next: ``engine/rounds.py`` (``Finished``), ``runs/store.py``.
 """
 
+import json
 import math
 import os
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from importlib import import_module
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from fedlib.core.annotations import Count
 from fedlib.core.experiment import Experiment
@@ -161,89 +159,43 @@ def _numbers(name: str, value: Any):
         yield name, float(value)
 
 
+NAMES = {"clearml": "task_name", "mlflow": "run_name", "swanlab": "experiment_name", "trackio": "name", "wandb": "name"}
+
+
 class Tracker(Callback):
-    """A callback that hands on :func:`scalars`, with the help of ``module`` of ``package``."""
+    """Hand :func:`scalars` to ``name``, one of accelerate's trackers: tensorboard, mlflow, wandb, trackio, aim, ….
 
-    module = package = ""
+    Each needs its own package. ``project`` is what runs are gathered under, of tensorboard and aim their folder (None:
+    ``outputs/<name>``); ``options`` are those of accelerate's class for it.
+    """
 
-    def check(self, e: Experiment) -> None:
-        try:
-            self.there = import_module(self.module)
-        except ImportError as error:
-            raise ImportError(f"{type(self).__name__} needs a package: pip install {self.package}") from error
+    def __init__(self, name: str, project: str | os.PathLike | None = None, **options: object):
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-
-class TensorBoard(Tracker):
-    """Event files in ``folder`` (None: ``outputs/tensorboard``), a folder a run."""
-
-    module, package = "torch.utils.tensorboard", "tensorboard"
-
-    def __init__(self, folder: str | os.PathLike | None = None):
-        self.folder = folder
-
-    def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> None:
-        folder = os.path.join(self.folder or outputs_dir() / "tensorboard", e.slug)
-        self.writer = self.there.SummaryWriter(folder, purge_step=t + 1)
-
-    def round(self, r: Finished) -> None:
-        for name, value in scalars(r).items():
-            self.writer.add_scalar(name, value, r.t)
-
-    def end(self, run: Run | None) -> None:
-        self.writer.close()
-
-
-class MLflow(Tracker):
-    """A run of MLflow's in ``experiment``, at ``uri`` (None: MLflow's own setting); fields are its parameters."""
-
-    module = package = "mlflow"
-
-    def __init__(self, experiment: str = "fedlib", uri: str | None = None):
-        self.experiment, self.uri = experiment, uri
+        check_known([name], LOGGER_TYPE_TO_CLASS, "Tracker: name = {} is not possible")
+        self.name, self.kind, self.project, self.options = name, LOGGER_TYPE_TO_CLASS[name], project, options
 
     def check(self, e: Experiment) -> None:
-        super().check(e)
-        asked = urlsplit(self.uri or self.there.get_tracking_uri())
-        if asked.scheme in ("http", "https"):  # MLflow itself would try for minutes
-            try:
-                port = asked.port or {"http": 80, "https": 443}[asked.scheme]
-                socket.create_connection((asked.hostname or "", port), timeout=5).close()
-            except (OSError, ValueError) as error:
-                raise ValueError(f"MLflow: nobody answers at uri = {asked.geturl()!r}: {error}") from error
+        from accelerate import PartialState
+        from accelerate.tracking import LoggerType, get_available_trackers
+
+        if self.name in {*LoggerType.list()} - {*map(str, get_available_trackers())}:
+            raise ImportError(f"Tracker: {self.name} needs a package: pip install {self.name}")
+        PartialState()  # for accelerate's own logger
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # else minutes where nobody answers
 
     def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> None:
-        if self.uri is not None:
-            self.there.set_tracking_uri(self.uri)
-        self.there.set_experiment(self.experiment)
-        self.there.start_run(run_name=e.slug)
-        self.there.log_params(e.to_dict())
+        in_folder = self.kind.requires_logging_directory  # and named after the run
+        where = (e.slug, self.project or outputs_dir() / self.name) if in_folder else (self.project or "fedlib",)
+        named = {NAMES[self.name]: e.slug} if self.name in NAMES else {}
+        named |= {"purge_step": t + 1} if self.name == "tensorboard" else {}  # rounds that a kill undid
+        self.tracker = self.kind(*where, **named | self.options)
+        self.tracker.start()
+        plain = lambda v: v if isinstance(v, (bool, int, float, str)) else json.dumps(v)  # noqa: E731
+        self.tracker.store_init_configuration({k: plain(v) for k, v in e.to_dict().items()})
 
     def round(self, r: Finished) -> None:
-        self.there.log_metrics(scalars(r), step=r.t)
+        self.tracker.log(scalars(r), step=r.t)
 
     def end(self, run: Run | None) -> None:
-        self.there.end_run("FINISHED" if run is not None else "KILLED")
-
-
-class WandB(Tracker):
-    """A run of Weights & Biases in ``project``; ``options`` are those of ``wandb.init``."""
-
-    module = package = "wandb"
-
-    def __init__(self, project: str = "fedlib", **options: object):
-        self.project, self.options = project, options
-
-    def begin(self, e: Experiment, t: int, metrics: Sequence[dict]) -> None:
-        self.run = self.there.init(project=self.project, name=e.slug, config=e.to_dict(), **self.options)
-
-    def round(self, r: Finished) -> None:
-        self.run.log(scalars(r), step=r.t)
-
-    def end(self, run: Run | None) -> None:
-        self.run.finish()
-
-
-class Trackio(WandB):
-    """A run of Trackio, whose calls are those of W&B."""
-
-    module = package = "trackio"
+        self.tracker.finish()

@@ -407,3 +407,24 @@ def test_arrays_of_unequal_shapes_are_said_and_a_mapping_is_refused():
         register_data("mine", (X, Y), (colour, Y[:20]))
     with pytest.raises(ValueError, match="mine: 'dict' is no data set; allowed: a datasets.Dataset or"):
         register_data("mine", {"images": X, "labels": Y})
+
+
+def test_columns_beside_those_that_are_read_are_said():
+    """Only those that could be read in place of others were: a ``user_id`` was nobody's, and no word of it."""
+    rows = {"text": ["good", "bad"] * 20, "label": [1, 0] * 20, "user_id": [0, 1] * 20, "labels": [0, 1] * 20}
+    register_data("rows", hf.Dataset.from_dict(rows))
+    told = "trained on split 'train' by 'label', tested on examples held out of it; not used: column 'user_id', column"
+    with pytest.warns(UserWarning, match=told):
+        load_dataset("rows")
+
+
+@pytest.mark.parametrize(("labels", "said"), [([1.0, 0.0], True), ([1.5, 0.0], False), ([1, 0], False)])
+def test_classes_that_a_table_reader_made_fractions_are_said_to_be_numbers(labels, said):
+    """pandas makes fractions of integers where a row lacks one, and the experiment was a regression without a word."""
+    register_data("scored", hf.Dataset.from_dict({"text": ["good", "bad"] * 20, "label": labels * 20}))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_dataset("scored")
+    told = [str(w.message) for w in caught if "are numbers to predict, not classes" in str(w.message)]
+    assert told == ["scored: label = 1.0 and the like are numbers to predict, not classes, as their type is float64; "
+                    "classes are integers or words"] * said  # fmt: skip

@@ -5,10 +5,11 @@ import types
 
 import pytest
 import torch
+from accelerate.utils import LoggerType
 
 from fedlib import Experiment, extend, run, run_all
 from fedlib.core.storage import read_tensors, write_tensors
-from fedlib_lab.runs.callbacks import Callback, EarlyStopping, KeepBest, MLflow, TensorBoard, Trackio, WandB
+from fedlib_lab.runs.callbacks import Callback, EarlyStopping, KeepBest, Tracker
 from fedlib_lab.runs.run_paths import run_path
 from fedlib_lab.runs.store import find_run
 from tests.helpers.stored import ONE, assert_nothing_left_over, assert_same, small, state
@@ -135,7 +136,7 @@ def test_a_grid_tells_of_one_run_after_the_other(tmp_path):
 def test_tensorboard_s_event_files_hold_every_number_by_round(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     e = FIVE.replace(test_split="like_train")
-    done = run(e, ONE, tmp_path / "runs", progress=False, callbacks=[TensorBoard(tmp_path / "events")])
+    done = run(e, ONE, tmp_path / "runs", progress=False, callbacks=[Tracker("tensorboard", tmp_path / "events")])
     events = accumulator.EventAccumulator(str(tmp_path / "events" / e.slug)).Reload()
     read = {tag: [(x.step, x.value) for x in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert read["accuracy"] == [(m["t"], pytest.approx(m["accuracy"])) for m in done.metrics]
@@ -147,8 +148,8 @@ def test_tensorboard_s_event_files_hold_every_number_by_round(tmp_path):
 def test_mlflow_holds_fields_and_numbers(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow = pytest.importorskip("mlflow")
-    uri = (tmp_path / "mlruns").as_uri()
-    done = run(FIVE, ONE, tmp_path / "runs", progress=False, callbacks=[MLflow("mine", uri)])
+    mlflow.set_tracking_uri(uri := (tmp_path / "mlruns").as_uri())
+    done = run(FIVE, ONE, tmp_path / "runs", progress=False, callbacks=[Tracker("mlflow", "mine")])
     client = mlflow.MlflowClient(uri)
     (found,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
     assert found.info.run_name == FIVE.slug and found.info.status == "FINISHED"
@@ -156,35 +157,28 @@ def test_mlflow_holds_fields_and_numbers(tmp_path, monkeypatch):
     assert [m.step for m in client.get_metric_history(found.info.run_id, "accuracy")] == [2, 4, 5]
 
 
-@pytest.mark.parametrize("kind", [WandB, Trackio])
-def test_wandb_and_trackio_are_called_as_both_are(kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_wandb_and_trackio_are_called_as_both_are(name, tmp_path, monkeypatch):
     """By a stand-in for the package: ``init`` gives a run that has ``log(numbers, step)`` and ``finish()``."""
     told = []
-    session = types.SimpleNamespace(
-        log=lambda values, step: told.append((step, values)), finish=lambda: told.append("finish")
-    )
-    there = types.SimpleNamespace(init=lambda **options: told.append(options) or session)
-    monkeypatch.setitem(sys.modules, kind.module, there)
-    done = run(FIVE, ONE, tmp_path, progress=False, callbacks=[kind("mine", group="g")])
-    assert (told[0]["project"], told[0]["name"], told[0]["group"]) == ("mine", FIVE.slug, "g")
-    assert told[0]["config"]["rounds"] == 5 and told[-1] == "finish"
-    assert [step for step, _ in told[1:-1]] == [1, 2, 3, 4, 5] and told[-2][1]["accuracy"] == done.accuracy
+    log = lambda values, step=None, **_: told.append((step, values))  # noqa: E731
+    config = types.SimpleNamespace(update=lambda values, **_: told.append(values))
+    session = types.SimpleNamespace(log=log, config=config, finish=lambda: told.append("finish"))
+    there = types.SimpleNamespace(init=lambda **options: told.append(options) or session, config=config)
+    monkeypatch.setitem(sys.modules, name, there)
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [*LoggerType])
+    done = run(FIVE, ONE, tmp_path, progress=False, callbacks=[Tracker(name, "mine", group="g")])
+    assert told[0] == {"project": "mine", "name": FIVE.slug, "group": "g"}
+    assert told[1]["rounds"] == 5 and told[1]["exit_blocks"] == "null" and told[-1] == "finish"
+    assert [step for step, _ in told[2:-1]] == [1, 2, 3, 4, 5] and told[-2][1]["accuracy"] == done.accuracy
 
 
-def test_a_tracker_whose_package_is_missing_is_refused_before_any_compute(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match="WandB needs a package: pip install wandb"):
-        run(FIVE, ONE, tmp_path, callbacks=[WandB()])
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_address_where_nobody_answers_is_refused_at_once(tmp_path, monkeypatch):
-    """MLflow itself would try for minutes, before the first round."""
-    there = types.SimpleNamespace(get_tracking_uri=lambda: "http://127.0.0.1:1/of/the/environment")
-    monkeypatch.setitem(sys.modules, "mlflow", there)
-    for uri in ("http://127.0.0.1:1", "http://127.0.0.1:port", None):
-        with pytest.raises(ValueError, match="MLflow: nobody answers at uri = 'http://127.0.0.1:"):
-            run(FIVE, ONE, tmp_path, callbacks=[MLflow(uri=uri)])
+def test_a_tracker_that_is_not_there_is_refused_before_any_compute(tmp_path, monkeypatch):
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [])
+    with pytest.raises(ImportError, match="Tracker: wandb needs a package: pip install wandb"):
+        run(FIVE, ONE, tmp_path, callbacks=[Tracker("wandb")])
+    with pytest.raises(ValueError, match="name = 'wandd' is not possible; did you mean 'wandb'"):
+        Tracker("wandd")
     assert not list(tmp_path.iterdir())
 
 
