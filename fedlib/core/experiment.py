@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from .annotations import Count, Natural, NotNegative, Part, Positive, Rounds, Scalar, Share, When
-from .validation import NamedFields, check_fields, check_instance
+from .validation import NamedFields, check_fields, check_instance, check_names
 
 BY_ALPHA = ("dirichlet", "class_dirichlet", "drawn", "weighted_dirichlet", "capped_dirichlet", "grouped_dirichlet")
 
@@ -230,7 +230,7 @@ class Experiment(NamedFields):
 
     def replace(self, **changes: object) -> "Experiment":
         """Return a copy with some fields changed, validated again."""
-        check_fields(type(self), changes, "experiment")
+        check_names(type(self), changes, "experiment")
         return dataclasses.replace(self, **changes)
 
     def __hash__(self):

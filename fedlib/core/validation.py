@@ -99,7 +99,7 @@ def check_fields(cls: type, values: Mapping[str, object], where: str) -> dict[st
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} = {shown(values)}: expected a mapping of names to values")
     check_names(cls, values, where)
-    plain = (str, int, float, bool)  # of which grids have thousands alike
+    plain = (str, int, float, bool, type(None))  # of which grids have thousands alike
     return {k: (_once if type(v) in plain else _once.__wrapped__)(cls, k, v, where) for k, v in values.items()}
 
 
@@ -198,7 +198,10 @@ def convert(value: object, hint: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         out = convert(value, args[0], where)
-        _check_limits(out, [(*LIMITS[type(m)], *dataclasses.astuple(m)) for m in args[1:] if type(m) in LIMITS], where)
+        told = [(*LIMITS[k], getattr(m, k.__name__.lower())) for m in args[1:] if (k := type(m)) in LIMITS]  # Gt(gt=0)
+        if out is not None and not all(allows(out, limit) for _, allows, limit in told):
+            allowed = " and ".join(f"{words} {limit:g}" for words, _, limit in told)
+            raise ValueError(f"{where} = {shown(out)} must be {allowed}")
         return out
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
@@ -219,6 +222,8 @@ def convert(value: object, hint: Any, where: str) -> Any:
             return tuple(convert(v, args[0], where) for v in value)
         raise ValueError(f"{where} = {shown(value)}: expected a list")
     if origin in (Mapping, dict) or hint in (Mapping, dict):
+        if type(value) is Fixed:  # as this returned it
+            return value
         if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
             return Fixed({k: _scalar(v, f"{where}.{k[:40]}") for k, v in sorted(value.items())})
         raise ValueError(f"{where} = {shown(value)}: expected a mapping of names to values")
@@ -230,12 +235,6 @@ def convert(value: object, hint: Any, where: str) -> Any:
         return _scalar(value, where)
     expected = getattr(hint, "__name__", hint)
     raise ValueError(f"{where} = {shown(value)}: expected {expected}, got {type(value).__name__}")
-
-
-def _check_limits(value: Any, limits: list[tuple[str, Callable[[float, float], bool], float]], where: str) -> None:
-    if value is not None and not all(allows(value, limit) for _, allows, limit in limits):
-        allowed = " and ".join(f"{words} {limit:g}" for words, _, limit in limits)
-        raise ValueError(f"{where} = {shown(value)} must be {allowed}")
 
 
 def _as_python(value: Any) -> Any:

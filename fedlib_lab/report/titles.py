@@ -95,7 +95,7 @@ def _compared(done: pd.DataFrame, hero: str, value: str) -> tuple[str, str, floa
 def _by_seed(rows: pd.DataFrame, value: str) -> BySeed:
     """Return by seed the mean of its ``rows``, of which there is one where no exits are told apart."""
     out = {}
-    for seed, own in rows.groupby("seed"):
+    for seed, own in rows.filter(items=["seed", "found", value]).groupby("seed"):
         first, *more = measured(own.assign(seed=range(len(own))).to_dict("records"), value).values()
         points, variances = (np.mean([getattr(m, of) for m in (first, *more)], 0) for of in ("points", "variances"))
         out[seed] = Measured(points, variances, None, first.flags) if more else first

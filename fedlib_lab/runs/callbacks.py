@@ -191,8 +191,8 @@ class Tracker(Callback):
         named |= {"purge_step": t + 1} if self.name == "tensorboard" else {}  # rounds that a kill undid
         self.tracker = self.kind(*where, **named | self.options)
         self.tracker.start()
-        plain = lambda v: v if isinstance(v, (bool, int, float, str)) else json.dumps(v)  # noqa: E731
-        self.tracker.store_init_configuration({k: plain(v) for k, v in e.to_dict().items()})
+        fields = {k: v if isinstance(v, str | int | float) else json.dumps(v) for k, v in e.to_dict().items()}
+        self.tracker.store_init_configuration(fields)
 
     def round(self, r: Finished) -> None:
         self.tracker.log(scalars(r), step=r.t)

@@ -316,7 +316,7 @@ def _counts(name: str, x: object, c: type) -> bool:
 
 def _inner(x: object) -> object:
     """Return the function that a method, a property or a cached function ``x`` is made of; else ``x`` itself."""
-    return next((getattr(x, names[0]) for of, names in PARTS.items() if isinstance(x, of)), x)
+    return next(getattr(x, PARTS[of][0]) for of in PARTS if isinstance(x, of)) if isinstance(x, tuple(PARTS)) else x
 
 
 def _is_own(x: object) -> bool:

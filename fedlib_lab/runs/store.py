@@ -88,7 +88,7 @@ def _read(path: Path) -> Run:
     if found != due:
         raise DamagedFile(path / lines, f"it holds rounds {shown(found)} instead of {shown(due)}")
     last = metrics[-1] if found[-1:] == [ended_after] else {}
-    both = sorted(last.keys() & summary.keys() - {"seconds"})
+    both = [k for k in sorted(last.keys() & summary.keys() - {"seconds"}) if last[k] != summary[k]]
     if other := [k for k in both if json.dumps(last[k], sort_keys=True) != json.dumps(summary[k], sort_keys=True)]:
         raise DamagedFile(path / lines, f"its last {', '.join(other)} are not those of summary.json, of another run")
     return Run(e, path, summary, metrics, content)
