@@ -298,7 +298,8 @@ def orderings(
     paper, compared, rows = reported.set_index(["finetune", "column", "variant"])["mean"], [], []
     labels = dict(zip(frame.variant, frame.label.map(label_of), strict=True))
     for (mode, column), group in frame.dropna(subset=[value]).groupby(["finetune", "column"], sort=False):
-        runs = {v: measured(own.to_dict("records"), value) for v, own in group.groupby("variant")}
+        own = group.filter(items=["variant", "seed", "found", value]).groupby("variant")
+        runs = {v: measured(its.to_dict("records"), value) for v, its in own}
         for pair in (pair for pair in pairs if set(pair) <= runs.keys()):
             printed = float(np.subtract(*(paper.get((mode, column, v), np.nan) for v in pair)))
             found = differences([*paired(*(runs[v] for v in pair)).values()])[0]
