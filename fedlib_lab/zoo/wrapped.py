@@ -213,12 +213,9 @@ class Wrapped(MapBackbone):
             # a batch norm, frozen too, goes by the batch in training: nothing after it can be kept
             self.alike |= {unit} if not piece.normalises and torch.allclose(still, y, 1e-4, 1e-5) else set()
             z = piece.try_vmap_(z)
-        if off:
-            what = ", ".join(dict.fromkeys(off))
+        if what := ", ".join(dict.fromkeys(off)):
             warnings.warn(f"what {what} of the net would draw from the global generator is off", stacklevel=2)
-        slow = [repr(cut) for cut, piece in zip(self.spec.cuts, self.blocks, strict=True) if not piece.vmap]
-        if slow:
-            where = ", ".join(slow)
+        if where := ", ".join(repr(c) for c, piece in zip(self.spec.cuts, self.blocks, strict=True) if not piece.vmap):
             warnings.warn(f"up to cut {where} clients run one after the other: vmap cannot batch them", stacklevel=2)
         return self
 
