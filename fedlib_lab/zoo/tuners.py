@@ -84,7 +84,7 @@ def inject_(vit: Backbone, mode: str, options: dict, seed: int) -> None:
     for full, layer in [(n, m) for n, m in vit.named_modules() if isinstance(m, BaseTunerLayer)]:
         path = full.split(".", 2)[-1]  # in its unit
         if not full.startswith("blocks.") or not vit.spec.own_layers and full not in adaptable(vit.spec):
-            raise ValueError(f"{full} is no linear layer or convolution that a unit calls as a module")
+            raise ValueError(f"{full} is no linear layer or convolution that is called as a module in a unit")
         whole = getattr(layer.base_layer, "groups", 1) == 1  # else every group has a rank of its own
         if type(layer) in (LoraLinear, LoraConv2d) and not layer.lora_variant and whole:
             unknown = {"weight": (None,) * layer.base_layer.weight.dim()}
