@@ -8,6 +8,7 @@ object and what came out as its result; the paper is cited. Nothing is trained, 
 import argparse
 import json
 import mimetypes
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ def export_crate(table: Table, folder: Path | str) -> Path:
     ``ValueError`` where something lies there, or no run is stored.
     """
     path, runs = Path(folder), {r.path.name: r for r in table.frame.found if isinstance(r, Run)}
-    if path.exists() and any(path.iterdir()):
-        raise ValueError(f"export_crate: {path} holds something; allowed: a new or empty folder")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"export_crate: {path} is a file or holds something; allowed: a new or empty folder")
     if not runs:
         raise ValueError(f"export_crate: no run of {table.paper}/{table.name} is stored at profile {table.profile!r}")
     path.mkdir(parents=True, exist_ok=True)
@@ -101,14 +102,21 @@ def _software(run: Run) -> Entity:
     return name | versions | {"softwareRequirements": needs}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> int:
+    """Export by a shell; what is refused is one sentence."""
     parser = argparse.ArgumentParser(prog="python docs/crate.py", description=__doc__.partition("\n")[0])
     parser.add_argument("table", metavar="PAPER/TABLE")
     parser.add_argument("profile", metavar="PROFILE")
     parser.add_argument("folder", metavar="FOLDER", type=Path)
-    given = parser.parse_args()
-    print(export_crate(Table(*given.table.split("/"), given.profile), given.folder))
+    given = parser.parse_args(arguments)
+    paper, _, name = given.table.partition("/")
+    try:
+        print(export_crate(Table(paper, name, given.profile), given.folder))
+    except (ValueError, OSError) as error:
+        print(f"crate: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -80,3 +80,15 @@ def test_nothing_is_overwritten_and_without_runs_nothing_is_written(folder, tabl
     with pytest.raises(ValueError, match="no run of reefl/table1 is stored"):
         crate.export_crate(none, tmp_path / "new")
     assert not (tmp_path / "new").exists() and fedlib.runs_frame().empty
+
+
+@pytest.mark.parametrize(
+    "table, at, words",
+    [("reefl/table99", "new", "table = 'table99' is unknown"), ("reefl", "new", "table = '' is unknown"),
+     ("reefl/table1", "file", "is a file or holds something")],
+)  # fmt: skip
+def test_a_shell_is_told_in_one_sentence_what_is_refused(table, at, words, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert crate.main([table, "small", str(tmp_path / at)]) == 1
+    told = capsys.readouterr()
+    assert words in told.err and told.err.count("\n") == 1 and not told.out and not (tmp_path / "new").exists()

@@ -7,9 +7,10 @@ exits that the budget does not hold gone. Files hold graphs and tensors, no obje
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -173,7 +174,7 @@ def _as_source(program: torch.export.ExportedProgram, path: Path, about: dict) -
     title = f"A model exported from {about['run']}: clients of budget {about['budget']}; see model.json."
     text = SOURCE.format(code=code, shape=", ".join(map(str, about["input_shape"])), title=title)
     (path / "model.py").write_text(text + (PREPARE.format(**about) if "mean" in about else ""))
-    weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    weights = {n.target: attrgetter(n.target)(module) for n in module.graph.nodes if n.op == "get_attr"}  # all it reads
     save_file({n: t.detach().clone().contiguous() for n, t in weights.items()}, path / "model.safetensors")
 
 
@@ -185,6 +186,5 @@ def _as_onnx(program: torch.export.ExportedProgram, path: Path, about: dict) -> 
     torch.onnx.export(program, f=path / "model.onnx", dynamo=True, verbose=False, external_data=False)
 
 
-Format = Callable[[torch.export.ExportedProgram, Path, dict], None]
-FORMATS: dict[str, Format] = {"torch": _as_source, "torch_export": _as_program, "onnx": _as_onnx}
+FORMATS = {"torch": _as_source, "torch_export": _as_program, "onnx": _as_onnx}
 PACKAGES = {"onnx": ("onnx", "onnxscript")}

@@ -1,7 +1,8 @@
 """Which layers of a net share a width, followed with torch.fx from the image on: chains of layers, sums with shortcuts.
 
-Known are convolutions of one group, linear layers, batch norm, and what treats every channel alike. What HeteroFL,
-ScaleFL and SplitMix divide by a width ratio has no place in a net of one's own; before a batch norm it would not count.
+Known are convolutions of one group, linear layers, batch norm, and what treats every channel alike; no weights that are
+computed of others. What HeteroFL, ScaleFL and SplitMix divide by a width ratio has no place in a net of one's own;
+before a batch norm it would not count.
 Read next: ``wrapped.py``.
 """
 
@@ -73,7 +74,7 @@ class Widths:
                 return inputs[0]
             if type(layer) is nn.Flatten and layer.start_dim == 1:
                 return Channels(inputs[0].axis, True)
-            if layer not in self.layers and self._fits(layer, inputs[0]):
+            if layer not in self.layers and not hasattr(layer, "parametrizations") and self._fits(layer, inputs[0]):
                 own = inputs[0].axis if isinstance(layer, MemberNorm) else f"width{len(self.layers)}"
                 self.sizes[own], self.layers[layer] = len(layer.weight), (own, inputs[0].axis)  # pyright: ignore
                 return Channels(own, inputs[0].flat)

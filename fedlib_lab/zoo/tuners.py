@@ -17,8 +17,9 @@ from .members import PerClient
 from .wrapped import adaptable
 
 DEFAULTS: Mapping[str, dict] = {"ia3": {"feedforward_modules": []}}
+# ln_tuning would train whole linear layers
 WITHOUT_INJECTION = {"prompt_tuning", "p_tuning", "prefix_tuning", "multitask_prompt_tuning", "adaption_prompt",
-                     "cpt", "xlora", "poly", "trainable_tokens", "cartridge", "adalora"}  # fmt: skip
+                     "cpt", "xlora", "poly", "trainable_tokens", "cartridge", "adalora", "ln_tuning"}  # fmt: skip
 WITHOUT_EFFECT = ("inference_mode", "use_qalora", "target_parameters")  # here, or none that trains anything
 TYPES = {"bool": (bool, "true, false"), "int": (int, "an integer"), "float": ((int, float), "a number")}
 
@@ -49,6 +50,8 @@ def check(mode: str, options: dict, config: Spec) -> None:
         elif key.endswith("dropout") and value:  # peft's own would draw from the global generator
             plain = f", or lora with no options but {', '.join(LORA_DEFAULTS)}"
             raise option_error(key, value, "0.0" + plain * config.own_layers)
+        elif key == "init_lora_weights" and value in ("eva", "lora_ga", "corda"):
+            raise option_error(key, value, "what reads no data")
     try:
         by_number = {"layers_to_transform", "target_modules", "layers_pattern"} & options.keys()
         with torch.device("meta"):  # as what a model takes and costs is told before it is built
@@ -56,12 +59,18 @@ def check(mode: str, options: dict, config: Spec) -> None:
             inject_(rehearsal, mode, options, seed=0)
         if len(list(rehearsal.parameters())) < len(list(rehearsal.named_parameters(remove_duplicate=False))):
             raise ValueError("it shares tensors between blocks, which sub-models of unequal depth cannot")
+        learn = [p for p in rehearsal.parameters() if p.requires_grad]
+        if not learn or any(p._backward_hooks for p in learn):
+            raise ValueError("it trains nothing, or by hooks of parameters, which would not run for each client")
     except Exception as error:  # peft raises many classes
         raise ValueError(f"experiment: finetune = {mode!r} with {options}: peft says: {error}") from error
 
 
 def inject_(vit: Backbone, mode: str, options: dict, seed: int) -> None:
-    """Let peft insert its tuner on the backbone's layers for it, q and v on a ViT (or ``target_modules``)."""
+    """Let peft insert its tuner on the backbone's layers for it, q and v on a ViT (or ``target_modules``).
+
+    ``ValueError`` for a layer outside the units, or one that is not called: there it would not be a client's own.
+    """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import Conv2d as LoraConv2d
     from peft.tuners.lora import Linear as LoraLinear
@@ -72,22 +81,21 @@ def inject_(vit: Backbone, mode: str, options: dict, seed: int) -> None:
     rate = settings.pop("lora_dropout", 0.0)  # peft's own would draw from the global generator
     with global_seed(seed):  # peft finds a block's number only behind a dot
         inject_adapter_in_model(peft_configs()[mode](**settings), nn.ModuleDict({"vit": vit}))
-    for unit, block in enumerate(vit.blocks):
-        for path, layer in [(n, m) for n, m in block.named_modules() if isinstance(m, BaseTunerLayer)]:
-            if not vit.spec.own_layers and (full := f"blocks.{unit}.{path}") not in adaptable(vit.spec):
-                raise ValueError(f"{full} is no linear layer or convolution that is called as a module")
-            whole = getattr(layer.base_layer, "groups", 1) == 1  # else every group has a rank of its own
-            if type(layer) in (LoraLinear, LoraConv2d) and not layer.lora_variant and whole:
-                unknown = {"weight": (None,) * layer.base_layer.weight.dim()}
-                out_axis, in_axis, *kernel = getattr(layer.base_layer, "axes", unknown)["weight"]
-                rank = f"/{path}{RANK}"
-                for of, axes in ((layer.lora_A, (rank, in_axis, *kernel)), (layer.lora_B, (out_axis, rank, *kernel))):
-                    factor = of["default"]
-                    factor.axes = {"weight": axes, "bias": axes[:1]}
-                    factor.__class__ = Linear if vit.spec.own_layers else type(factor)
-                layer.lora_dropout["default"] = TokenDropout(rate) if rate else nn.Identity()
-            elif vit.spec.own_layers:
-                parent, name = path.rsplit(".", 1)
-                setattr(block.get_submodule(parent), name, PerClient(layer))
-        if isinstance(block, PerClient):
-            block.count_dims_()
+    for full, layer in [(n, m) for n, m in vit.named_modules() if isinstance(m, BaseTunerLayer)]:
+        path = full.split(".", 2)[-1]  # in its unit
+        if not full.startswith("blocks.") or not vit.spec.own_layers and full not in adaptable(vit.spec):
+            raise ValueError(f"{full} is no linear layer or convolution that is called as a module in a unit")
+        whole = getattr(layer.base_layer, "groups", 1) == 1  # else every group has a rank of its own
+        if type(layer) in (LoraLinear, LoraConv2d) and not layer.lora_variant and whole:
+            unknown = {"weight": (None,) * layer.base_layer.weight.dim()}
+            out_axis, in_axis, *kernel = getattr(layer.base_layer, "axes", unknown)["weight"]
+            rank = f"/{path}{RANK}"
+            for of, axes in ((layer.lora_A, (rank, in_axis, *kernel)), (layer.lora_B, (out_axis, rank, *kernel))):
+                factor = of["default"]
+                factor.axes = {"weight": axes, "bias": axes[:1]}
+                factor.__class__ = Linear if vit.spec.own_layers else type(factor)
+            layer.lora_dropout["default"] = TokenDropout(rate) if rate else nn.Identity()
+        elif vit.spec.own_layers:
+            vit.set_submodule(full, PerClient(layer))
+    for block in (b for b in vit.blocks if isinstance(b, PerClient)):
+        block.count_dims_()

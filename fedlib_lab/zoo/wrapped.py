@@ -16,12 +16,12 @@ Read next: ``maps.py``, ``registry.py``.
 import copy
 import inspect
 import math
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
@@ -35,7 +35,6 @@ from fedlib.models.maps import MapBackbone, MapSpec
 from .members import MemberNorm, PerClient
 from .traced import Widths
 
-TORCH = str(Path(torch.__file__).parent)
 Feature = Literal["map", "tokens"] | Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -214,12 +213,9 @@ class Wrapped(MapBackbone):
             # a batch norm, frozen too, goes by the batch in training: nothing after it can be kept
             self.alike |= {unit} if not piece.normalises and torch.allclose(still, y, 1e-4, 1e-5) else set()
             z = piece.try_vmap_(z)
-        if off:
-            what = ", ".join(dict.fromkeys(off))
+        if what := ", ".join(dict.fromkeys(off)):
             warnings.warn(f"what {what} of the net would draw from the global generator is off", stacklevel=2)
-        slow = [repr(cut) for cut, piece in zip(self.spec.cuts, self.blocks, strict=True) if not piece.vmap]
-        if slow:
-            where = ", ".join(slow)
+        if where := ", ".join(repr(c) for c, piece in zip(self.spec.cuts, self.blocks, strict=True) if not piece.vmap):
             warnings.warn(f"up to cut {where} clients run one after the other: vmap cannot batch them", stacklevel=2)
         return self
 
@@ -307,7 +303,7 @@ class _CutTracer(fx.Tracer):
             said = inspect.signature(getattr(net, self.traced_func_name)).parameters.values()  # beside the image
             nodes = list(self.trace(net, {p.name: p.default for p in said if p.default is not p.empty}).nodes)
         except Exception as error:  # whatever the net's code raises when it meets a placeholder
-            own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(TORCH)]
+            own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(torch.__path__[0])]
             at = f"{own[-1].line!r} (line {own[-1].lineno})" if own else ""
             values = "roxy" in str(error) or "traced variables" in str(error)  # fx's words for a tensor without values
             why = "it goes by a tensor's values or size" if values else line_of(error)
@@ -356,12 +352,12 @@ def pieces_of(net: nn.Module, cuts: Sequence[str], trained: Collection[nn.Module
 
 
 def _leading_to(node: fx.Node | None) -> list[str]:
-    """Return the code that ``node`` follows from."""
+    """Return the code that ``node`` follows from; the tensors that it makes are numbered on from trace to trace."""
     needed, code = {node}, []
     for n in reversed(node.graph.nodes if node else ()):
         if n in needed:
             needed.update(n.all_input_nodes)
-            code.append(str((n.name, n.op, n.target, n.args, n.kwargs)))
+            code.append(re.sub(r"_tensor_constant\d+", "made", str((n.name, n.op, n.target, n.args, n.kwargs))))
     return code
 
 

@@ -220,6 +220,14 @@ def test_a_spelled_out_default_is_the_same_experiment():
         ({"backbone": "xcit_nano_12_p16_224"}, "before cut 'blocks.1' the net reads 'getitem_3' of before an earlier"),
         ({"finetune": "lily"}, "finetune = 'lily' with {}: peft says: it shares tensors between blocks"),
         ({"finetune": "vera"}, "does not support PeftType.VERA"),
+        ({"finetune": "osf"}, "it trains nothing, or by hooks of parameters, which would not run for each client"),
+        (
+            {"finetune": "osf", "backbone": "resnet10t"},
+            "it trains nothing, or by hooks of parameters",
+        ),  # no linear layer
+        ({"finetune": "ln_tuning"}, "finetune = 'ln_tuning' is unknown"),
+        ({"finetune_options": {"target_modules": "all-linear"}}, "stem.patch_embed is no linear layer or convolution"),
+        ({"finetune_options": {"init_lora_weights": "eva"}}, "'eva' is not possible; allowed: what reads no data"),
         ({"method": "scalefl_vit", "finetune": "ia3"}, "cannot be cut in width; allowed: frozen"),
         ({"method": "scalefl_vit", "num_exits": 3}, "set options.widths for 3 exits"),
         ({"method": "inclusivefl", "options": {"aggregation": "feddyn"}}, "needs momentum_distill = False"),

@@ -83,6 +83,28 @@ def test_the_exported_model_answers_as_in_the_evaluation(method, budget, kind, c
     assert Experiment.from_dict(about["experiment"]) == done.experiment
 
 
+class Twice(torch.nn.Module):
+    """A layer that runs under two names, and a tensor that is none of its parameters and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        same = torch.nn.Conv2d(3, 3, 3, padding=1)
+        self.first, self.scale = torch.nn.Sequential(same, same, torch.nn.Conv2d(3, 8, 4, 4)), torch.tensor([1.0, 3.0])
+
+    def forward(self, x):
+        return self.first(x) * self.scale[1] + torch.tensor(2.0)
+
+
+def test_what_a_net_calls_twice_and_its_plain_tensors_are_exported(tmp_path, monkeypatch):
+    name = fedlib.wrap(Twice(), [""], (3, 32, 32), name="twice")
+    monkeypatch.setitem(registry.OWN, name, registry.OWN.pop(name))  # gone after the test
+    e = short("fedavg", rounds=1, **CONVNET | {"backbone": name, "num_exits": 1, "pretrained": True})
+    done = run(e, ONE, tmp_path / "runs", progress=False)
+    folder = save_model(done, 0, tmp_path / "model")
+    found, expected = answered(done, 0, folder, "torch")
+    torch.testing.assert_close(found["all"], expected, atol=1e-4, rtol=1e-4)
+
+
 FULL = dict(
     backbone="bert_micro", finetune="full", partition="iid", augment="none", num_exits=3, lr=0.05, momentum=0.9
 )  # fmt: skip

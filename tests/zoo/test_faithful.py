@@ -123,6 +123,13 @@ class Still(Net):
         return self.head(self.middle(x).mean((2, 3)))
 
 
+class Shifts(Net):
+    """A tensor that its code makes."""
+
+    def forward(self, x):
+        return super().forward(x + torch.tensor(0.5))
+
+
 class Half(Net):
     """A layer in another precision."""
 
@@ -243,6 +250,7 @@ TAKEN = {
     "hook at the head": (lambda: hooked(Net(), "", "register_forward_hook", twice), CUTS),
     "features": (lambda: Features(), ["enter", ""]),
     "a parametrised net": (lambda: Gains(), ["middle"]),
+    "a tensor of its code": (lambda: Shifts(), CUTS),
     "kept in evaluation": (lambda: Net(Caches()), CUTS),
     "written into": (lambda: Deep(), ["enter", "middle.0.0", "middle.1"]),
     "a head of another size": (lambda: nn.Sequential(nn.Conv2d(3, 4, 4, 4), nn.BatchNorm2d(4), nn.Flatten(1), nn.Linear(3, 2)), ["0", "1"]),

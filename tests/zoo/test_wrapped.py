@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import fedlib
 from fedlib import Execution, Experiment, build_federation, run, run_rounds
@@ -245,6 +246,7 @@ class Tangled(Residual):
         (nn.Sequential(nn.Conv2d(3, 4, 4, 4), nn.Flatten(1)), ["0", "1"], "maps whose channels are those of one layer"),
         (nn.Sequential(nn.Conv2d(3, 4, 4, 4), nn.Flatten(1), nn.Linear(256, 9)), ["0", "2"], "Linear '2' cannot be followed"),
         (nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 9)), ["0", "1"], "Linear '1' cannot be followed"),  # of rows
+        (nn.Sequential(weight_norm(nn.Conv2d(3, 8, 4, 4))), ["0"], "ParametrizedConv2d '0' cannot be followed"),
     ],
 )  # fmt: skip
 def test_where_widths_are_not_known_none_is_cut_and_the_reason_is_said(wrapped, net, cuts, why):
