@@ -193,8 +193,8 @@ def curves_frame(curves: Mapping[str, Sequence[dict]], x: str, methods: Mapping[
     """
     methods, rows = {label_of(m): m for m in METHODS} | {**check_type(methods or {}, Mapping, "methods")}, []
     for name, records in check_type(curves, Mapping, "curves").items():
-        method = methods.get(name, name.split(", ")[0])
-        where = {"series": plain(style.spelled(name)), "method": methods.get(method, method), "name": name}
+        method = methods.get(name, str(name).split(", ")[0])
+        where = {"series": plain(style.spelled(str(name))), "method": methods.get(method, method), "name": name}
         records = check_type(records, Sequence, f"curves: {name!r}, as run.metrics")
         rows += [where | {x: r[x], "accuracy": r["accuracy"]} for r in records]
     return pd.DataFrame(rows, columns=["series", "method", "name", x, "accuracy"])

@@ -108,6 +108,12 @@ def test_ticks_of_curves_meet_points(rounds, ticks):
     assert ax.get_legend_handles_labels()[1] == ["ReeFL, LoRA"]
 
 
+def test_curves_are_named_by_numbers_too():
+    """By a seed, or a rate."""
+    ax = plots.plot_learning_curves({seed: [{"t": 1, "accuracy": 5}, {"t": 2, "accuracy": 9}] for seed in (1, 0.5)})
+    assert ax.get_legend_handles_labels()[1] == ["1", "0.5"]
+
+
 def test_costs_and_curves_have_the_methods_looks():
     costs = pd.DataFrame({"method": ["reefl"] * 2 + ["depthfl"] * 2, "macs": [1e6, 2e6] * 2, "upload_mib": [1, 2, 3, 4],
                           "accuracy": [10, 20, 30, 40], "finetune": "lora", "column": "femnist"})  # fmt: skip
