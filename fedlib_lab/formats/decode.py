@@ -123,12 +123,9 @@ def has_labels(table, label: str) -> bool:
 
 def unread_parts(splits, train: str, test: str | None, layout: Layout) -> list[str]:
     """List the unused splits and columns; columns of no public set."""
-    from datasets import Image
-
-    features = splits[train].features
-    images = [c for c, f in features.items() if isinstance(f, Image)]
-    read = {*(layout.reads or images[:1]), layout.label, layout.owner, layout.together}
-    rest = [c for c in features if c not in read and Path(layout.where).name not in SETS["public"]]
+    read = {*(layout.reads or [image_column(splits[train])]), layout.label, layout.owner, layout.together}
+    own = Path(layout.where).name not in SETS["public"]
+    rest = [c for c in splits[train].column_names if c not in read and own]
     return [f"split {s!r}" for s in splits if s not in (train, test)] + [f"column {c!r}" for c in rest]
 
 

@@ -64,7 +64,7 @@ def local_set(path: Path, tokenizer: str | None = None) -> tuple[dict, Read]:
         whole = layout or layout_of(path, list(splits), named, {}, tokenizer)
         whole = replace(whole, unread=unread_files(path, files, splits.values(), pictures))
         if kind == "images" and whole.owner is not None and "audio" in train.column_names:
-            whole = choose_test_split(splits, replace(whole, tests=()))
+            choose_test_split(splits, replace(whole, tests=(), reads=("audio",)))  # says what is not read
             read_labels(train, whole.train, whole)  # refuses what is no class
             return decode_speech(train, whole.label, whole.owner, where=partial(whole.row, whole.train)), False
         return decode(splits, whole, size)
