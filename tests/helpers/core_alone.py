@@ -70,4 +70,5 @@ def pytest_runtest_call(item):
         raise
 
 
+pytest_runtest_setup = pytest_runtest_call  # a fixture may ask for it too
 sys.meta_path.insert(0, Hide)
