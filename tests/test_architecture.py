@@ -40,7 +40,7 @@ LINES = {
     "layers": 560,
     "methods": 2272,
     "models": 1434,
-    "fedlib_lab": 10835,
+    "fedlib_lab": 10838,
     "atlas": 359,
     "cli": 192,
     "executors": 775,
@@ -49,7 +49,7 @@ LINES = {
     "papers": 1109,
     "report": 1843,
     "rivals": 648,
-    "runs": 2749,
+    "runs": 2752,
     "zoo": 1811,
 }
 HEAVY = {

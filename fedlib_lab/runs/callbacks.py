@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, Literal
 
 from fedlib.core.annotations import Count
@@ -166,7 +167,7 @@ class Tracker(Callback):
     """Hand :func:`scalars` to ``name``, one of accelerate's trackers: tensorboard, mlflow, wandb, trackio, aim, ….
 
     Each needs its own package. ``project`` is what runs are gathered under, of tensorboard and aim their folder (None:
-    ``outputs/<name>``); ``options`` are those of accelerate's class for it.
+    ``outputs/<name>``); ``options`` are those of accelerate's class. MLflow's address is ``MLFLOW_TRACKING_URI``.
     """
 
     def __init__(self, name: str, project: str | os.PathLike | None = None, **options: object):
@@ -198,4 +199,6 @@ class Tracker(Callback):
         self.tracker.log(scalars(r), step=r.t)
 
     def end(self, run: Run | None) -> None:
+        if run is None and self.name == "mlflow":  # accelerate would say FINISHED
+            import_module("mlflow").end_run("KILLED")
         self.tracker.finish()

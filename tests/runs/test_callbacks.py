@@ -156,6 +156,14 @@ def test_mlflow_holds_fields_and_numbers(tmp_path, monkeypatch):
     assert found.data.params["rounds"] == "5" and found.data.metrics["accuracy"] == done.accuracy
     assert [m.step for m in client.get_metric_history(found.info.run_id, "accuracy")] == [2, 4, 5]
 
+    def fails(r):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(FIVE, ONE, tmp_path / "cut", progress=False, callbacks=[Tracker("mlflow", "cut")], on_round=fails)
+    (cut,) = client.search_runs([client.get_experiment_by_name("cut").experiment_id])
+    assert cut.info.status == "KILLED"
+
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_wandb_and_trackio_are_called_as_both_are(name, tmp_path, monkeypatch):
