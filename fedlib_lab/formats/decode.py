@@ -124,9 +124,9 @@ def has_labels(table, label: str) -> bool:
 def unread_parts(splits, train: str, test: str | None, layout: Layout) -> list[str]:
     """List the unused splits and columns; columns of no public set."""
     read = {*(layout.reads or [image_column(splits[train])]), layout.label, layout.owner, layout.together}
-    own = Path(layout.where).name not in SETS["public"]
-    rest = [c for c in splits[train].column_names if c not in read and own]
-    return [f"split {s!r}" for s in splits if s not in (train, test)] + [f"column {c!r}" for c in rest]
+    columns = () if Path(layout.where).name in SETS["public"] else splits[train].column_names
+    unused = [s for s in splits if s not in (train, test)]
+    return [f"split {s!r}" for s in unused] + [f"column {c!r}" for c in columns if c not in read]
 
 
 def train_and_test(parts: Sequence[Part], layout: Layout, together: Sequence | None = None) -> Decoded:
