@@ -66,7 +66,7 @@ def flags_of(run: Run, value: str = "accuracy") -> tuple[str, ...]:
     """Return the flags of ``run`` as far as ``value`` (a column of ``tables.collect``) is concerned."""
     found = [(m["t"], np.atleast_1d(x)) for m in run.metrics if (x := values_of(m).get(value)) is not None]
     flags = ["diverged"] if run.summary["status"] == "diverged" else []
-    flags += [f"over budget: {over}"] if (over := over_budget(run.experiment.replace(seed=1))) else []
+    flags += [f"over budget: {over}"] if (over := over_budget(run.experiment)) else []
     flags += ["older rule"] if concern(older_rules(run.experiment, run.record), value) else []
     if len(found) < 2:
         return tuple(flags)
@@ -88,14 +88,14 @@ OVER: dict[Experiment, str] = {}  # of which :func:`over_budget` has been asked,
 
 
 def over_budget(e: Experiment) -> str:
-    """Return :func:`_over_budget`, once: to solve levels takes seconds."""
-    return OVER[e] if e in OVER else OVER.setdefault(e, _over_budget(e))
+    """Return :func:`_over_budget` of any seed, once: to solve levels takes seconds."""
+    if not hasattr(METHODS[e.method], "ratios_of"):
+        return ""
+    return OVER[e] if (e := e.replace(seed=1)) in OVER else OVER.setdefault(e, _over_budget(e))
 
 
 def _over_budget(e: Experiment) -> str:
     """Say what ``e``'s levels cost if one costs over 1.1 times the share of the whole it is solved for; else empty."""
-    if not hasattr(METHODS[e.method], "ratios_of"):
-        return ""
     shapes = load_shapes(e)
     setting, cost = shapes.setting, partial(shapes.setting.measure.cost, shapes.method.cost)
     whole = cost(Slice.prefix(setting.exit_units[-1] + 1, [setting.num_exits - 1]))  # what shares are shares of
