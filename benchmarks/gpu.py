@@ -3,7 +3,7 @@
 ``python -m benchmarks.gpu speed --device cuda`` prints images a second, launches a step and the ratio to a bare loop of
 the same net, eager and compiled, in one call; then what one and four processes do on the card together.
 ``python -m benchmarks.gpu goals`` prints images a second of one and of five runs that train as one, each with steps
-that are one launch and without, and of DeiT-S in bfloat16 beside bare loops, with what they should reach.
+that are one launch and without, and of DeiT-S in bfloat16, blocks compiled or not, beside bare loops; and the goals.
 ``python -m benchmarks.gpu convolutions`` prints how long each way to run a cohort's convolutions takes, by shape.
 """
 
@@ -29,7 +29,7 @@ from fedlib.engine.federation import build_federation
 from fedlib.engine.rounds import run_rounds
 from fedlib.methods import Round
 from fedlib_lab.executors.stacked import Asked, Joint, Stacked
-from fedlib_lab.kernels.switch import ASKED, NAMES, VARIABLE
+from fedlib_lab.kernels.switch import NAMES, VARIABLE
 from fedlib_lab.runs.costs import CARDS, training_macs
 from fedlib_lab.runs.params import load_grid
 
@@ -249,7 +249,10 @@ def _convolutions(device: str, precision: str, clients: Sequence[int], batch: in
 
 
 def goals(device: str, dataset: str, seconds: float = 60.0) -> Iterator[dict]:
-    """Yield rows of one and of five runs, with graphs and without, then of DeiT-S; of the ResNet in TF32 on a GPU."""
+    """Yield rows of one and of five runs, with graphs and without, then of DeiT-S, with blocks compiled and without.
+
+    Of the ResNet in TF32 on a GPU.
+    """
     exact = "tf32" if "cuda" in device else "float32"
     spread = {"local_epochs": 4, "dataset": dataset}  # four passes are forty steps
     cases = {
@@ -261,12 +264,15 @@ def goals(device: str, dataset: str, seconds: float = 60.0) -> Iterator[dict]:
         ),
     }  # fmt: skip
     for (name, e), n, graphs in itertools.product(cases.items(), (1, 5), (False, True)):
-        with patch.dict(os.environ, {VARIABLE: ",".join((*NAMES, *ASKED * graphs))}):
+        with patch.dict(os.environ, {VARIABLE: ",".join((*NAMES, *["graphs"] * graphs))}):
             found = of_seeds(e, device, n, seconds / 20)
         yield {"net": name, "device": device, "graphs": graphs, **found, "goal": GOALS.get(name)}
     name = "deit_small_patch16_224"
     e = Experiment(backbone=name, batch_size=64, precision="bfloat16", **SPEED | {"dataset": dataset})
-    yield {"net": name, "device": device, **speed(e, device, seconds / 5, lambda: plain(name)), "goal": GOALS[name]}
+    for compiled in (False, True):
+        with patch.dict(os.environ, {VARIABLE: "compiled" if compiled else ",".join(NAMES)}):
+            found = speed(e, device, seconds / 5, lambda: plain(name))
+        yield {"net": name, "device": device, "compiled": compiled, **found, "goal": GOALS[name]}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -6,7 +6,8 @@ for, in a test.
 
     products    float32 products go straight to a BLAS, without PyTorch's dispatcher (``products.py``)
     vit_block   a block of a ViT is one step of autograd (``vit_block.py``)
-    graphs      on a GPU a step of local training is one launch (``repeated.py``); only where it is named
+    graphs      on a GPU a step of local training is one launch (``repeated.py``)
+    compiled    a block of a ViT is what ``torch.compile`` makes of it, for a GPU (``vit_block.compiled``)
 
 ``$FEDLIB_KERNELS`` names those that are on, separated by commas: the first two by default, none with ``0``.
 """

@@ -2,11 +2,13 @@
 
 On a CPU a cohort's blocks are many small operations, and what PyTorch does around each of them takes a fifth of the
 time. Here a whole block, Eq. 1, is one operation: q, k and v are one product, sums go into what a product adds to, and
-what no gradient needs is not kept. ``Block.forward`` says the same with modules, and runs wherever this does not.
+what no gradient needs is not kept. ``Block.forward`` says the same with modules, and runs wherever this does not: as it
+is, or for a GPU :func:`compiled`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 
 import torch
@@ -23,7 +25,7 @@ from fedlib.models.vit import MLP, Attention, Block
 from .products import heads_multiplier, matmul
 from .switch import is_on
 
-Tensors = Sequence[torch.Tensor | None]
+Tensors, COMPILER = Sequence[torch.Tensor | None], "inductor"
 
 
 def may_stand_in(x: torch.Tensor, modules: Iterable[nn.Module]) -> bool:
@@ -232,24 +234,33 @@ class WrittenBlock(Block):
     """A block that runs as one operation where it can."""
 
     def forward(self, z: torch.Tensor, first: int | None = None) -> torch.Tensor:
-        out = run(self, z, first)
-        return super().forward(z, first) if out is None else out
+        if (out := run(self, z, first)) is None:
+            may_compile = is_on("compiled") and not is_in_torch_dispatch_mode()
+            out = (compiled() if may_compile else Block.forward)(self, z, first)
+        return out
 
 
-def is_plain(block: Block) -> bool:
-    """Return whether the layers are plain, and nothing is between them: no adapter, LayerScale or scaler that is on."""
-    plain = type(block.attn) is Attention and type(block.mlp) is MLP and block.attn.scale.is_off
-    norms = all(type(n) is LayerNorm and n.weight.dim() == n.bias.dim() for n in (block.norm1, block.norm2))
-    return plain and norms and type(block.ls1) is type(block.ls2) is nn.Identity
+@cache
+def compiled() -> Callable[..., torch.Tensor]:
+    """Compile ``Block.forward`` by PyTorch, each kind of call once: with gradients or not, of one client or several.
+
+    Sizes of cohorts and batches are left open; so are, from now on, those of any module's tensors in this process.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(64, config.recompile_limit)
+    config.force_parameter_static_shapes = config.force_nn_module_property_static_shapes = False
+    return torch.compile(Block.forward, backend=COMPILER)
 
 
 def run(block: Block, z: torch.Tensor, first: int | None = None) -> torch.Tensor | None:
     """Run ``block`` on z (K, B, T, d), for all or only its ``first`` tokens; None if it must run as modules.
 
-    This is for plain layers with or without LoRA, on sequences short enough to keep their attention, where
-    ``may_stand_in`` allows it.
+    This is for plain layers with or without LoRA, with no adapter, LayerScale or scaler between them, on sequences
+    short enough to keep their attention, where ``may_stand_in`` allows it.
     """
-    if not is_plain(block):
+    plain = type(block.attn) is Attention and type(block.mlp) is MLP and block.attn.scale.is_off
+    norms = all(type(n) is LayerNorm and n.weight.dim() == n.bias.dim() for n in (block.norm1, block.norm2))
+    if not (plain and norms and type(block.ls1) is type(block.ls2) is nn.Identity):
         return None
     attn, mlp, tensors = block.attn, block.mlp, [p for n in (block.norm1, block.norm2) for p in (n.weight, n.bias)]
     qkv = ((attn.q, attn.k, attn.v),) if first is None else ((attn.q,), (attn.k, attn.v))

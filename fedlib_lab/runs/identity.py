@@ -31,7 +31,7 @@ from fedlib.models.registry import OWN, SHIPPED, backbone_spec, folder_of_weight
 
 from ..formats.decode import SETS
 from ..zoo.foreign_specs import ForeignSpec
-from ..zoo.wrapped import WrappedSpec
+from ..zoo.wrapped import WrappedSpec, in_eval
 from .code_digest import UNVERIFIED, code_of, digest_of
 
 KINDS = ("options", "method", "kit", "backbone", "data", "weights")  # what can differ, in the words of ``accept``
@@ -216,7 +216,9 @@ def _own_backbone(name: str) -> str:
     if spec is None or spec == SHIPPED.get(name):
         return ""
     digest = digest_of(dataclasses.replace(spec, source=None) if isinstance(spec, ForeignSpec) else spec)
-    return f"{digest}, as frozen" if isinstance(spec, WrappedSpec) and spec.is_held else digest
+    if isinstance(spec, WrappedSpec) and (in_eval(spec.net) or not all(p.requires_grad for p in spec.net.parameters())):
+        return f"{digest}, as frozen"
+    return digest
 
 
 def _key(e: Experiment) -> dict | None:

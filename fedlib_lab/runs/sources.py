@@ -85,14 +85,11 @@ def _dump(node: object) -> str:
 @functools.lru_cache(maxsize=4096)
 def _essence(code: types.CodeType) -> tuple:
     """Return all of ``code`` that decides what it does: no lines, no file."""
-    constants = tuple(_essence(c) if isinstance(c, types.CodeType) else _constant(c) for c in code.co_consts)
+    order = lambda c: sorted(map(repr, c)) if isinstance(c, frozenset) else c  # noqa: E731
+    constants = tuple(_essence(c) if isinstance(c, types.CodeType) else repr(order(c)) for c in code.co_consts)
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
     counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount
     return code.co_code, constants, names, counts, code.co_exceptiontable
-
-
-def _constant(value: object) -> str:
-    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
 def _inside(code: types.CodeType) -> Iterator[types.CodeType]:

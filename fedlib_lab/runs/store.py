@@ -154,7 +154,9 @@ def run_all(
     done = {e: r for e, r in stored.items() if r is not None}
     missing, found = [e for e in stored if e not in done], list(done.values())
     if progress and found:
-        say(f"{sum(e in done for e in experiments)} of {len(experiments)} runs stored{_days(found)}")
+        days = sorted({r.day for r in found} - {""})
+        when = f" ({' to '.join(dict.fromkeys([days[0], days[-1]]))})" if days else ""
+        say(f"{sum(e in done for e in experiments)} of {len(experiments)} runs stored{when}")
     stacks = [] if callback.each else list(side_by_side.stacks(missing, execution))
     alone = [e for e in missing if not any(e in stack for stack in stacks)]
     chosen = [] if callback.each else side_by_side.choose(alone, execution)
@@ -196,11 +198,6 @@ def stored_pace(found: Iterable[Run], execution: Execution, elsewhere: bool = Fa
     for r, p in here or (known if elsewhere else ()):
         pace.add(r.experiment, r.summary["seconds"] * p["workers"] / now["workers"], r.summary["t"])
     return pace
-
-
-def _days(found: list[Run]) -> str:
-    days = sorted({r.day for r in found} - {""})
-    return f" ({days[0]})" if len(days) == 1 else f" ({days[0]} to {days[-1]})" if days else ""
 
 
 def _forget(experiments: Sequence[Experiment], folder: Folder, accept: Accept, again: Again, told: bool) -> None:

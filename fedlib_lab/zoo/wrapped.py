@@ -111,11 +111,6 @@ class WrappedSpec(MapSpec):
         return self  # a value; workers copy models
 
     @property
-    def is_held(self) -> bool:
-        """Did its owner freeze a parameter, or put a module in eval mode while others train?"""
-        return bool(in_eval(self.net)) or not all(p.requires_grad for p in self.net.parameters())
-
-    @property
     def peft_targets(self) -> tuple[str, ...]:
         """All linear layers, of a net that has none its convolutions of one group."""
         linear = tuple(path for path, m in adaptable(self).items() if isinstance(m, nn.Linear))

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -12,12 +13,15 @@ from fedlib.engine.federation import build_federation
 from fedlib.engine.rounds import run_rounds
 from fedlib.layers.attention import attend
 from fedlib.layers.linear import init_normal_
+from fedlib.methods import METHODS
 from fedlib.models.adapters import apply_finetune_
 from fedlib.models.exits import Classifiers
 from fedlib.models.vit import Block, ViT, ViTSpec
 from fedlib_lab.kernels import swap_in_, vit_block
 from fedlib_lab.kernels.switch import VARIABLE
 from fedlib_lab.kernels.vit_block import attend_short, attend_short_backward
+from tests.helpers.granted import few_blocks
+from tests.system.test_gpu import apart, products, rounds, tiny
 
 SMALL = ViTSpec(img_size=8, patch_size=4, dim=12, depth=1, heads=2, ffn_dim=20)
 
@@ -347,3 +351,73 @@ def test_attention_is_counted_by_who_counts(multiplying):
     with FlopCounterMode(display=False) as counter:
         attend_by_kernel(2, q, k, v).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * (2 * 5 * 5 * 4) * 6 * 2
+
+
+# --- compiled by PyTorch: the numbers of blocks that are not; other cohorts compile nothing anew ----------------------
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """What is compiled is traced, and runs by PyTorch's own operations: a compiler takes long."""
+    monkeypatch.setenv(VARIABLE, "compiled")
+    monkeypatch.setattr(vit_block, "COMPILER", "eager")
+    vit_block.compiled.cache_clear()
+    torch._dynamo.reset()
+    counters.clear()
+    yield counters
+    vit_block.compiled.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "method", [m if m == "cafedistill" else pytest.param(m, marks=pytest.mark.slow) for m in METHODS]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_every_method_has_the_numbers_of_blocks_that_are_not_compiled(method, traced, monkeypatch):
+    e = tiny(method, backbone=few_blocks(monkeypatch, method))
+    there, start = rounds(e, "cpu")
+    assert traced["stats"]["unique_graphs"] > 1 and not traced["graph_break"]
+    monkeypatch.setenv(VARIABLE, "0")
+    here, _ = rounds(e, "cpu")
+    whole = products if method == "flexlora" else dict
+    # darkdistill and feddf distil at the server by Adam, which amplifies rounding
+    limit = 1e-3 if method in ("feddf", "darkdistill") else 1e-4
+    assert apart(there[-1].server, here[-1].server, start, whole) < limit
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_cohorts_of_other_sizes_compile_nothing_anew(traced, monkeypatch):
+    """In forty rounds there are 18 kinds of input and 11 graphs; as many as inputs where sizes are written in."""
+    shapes = set()
+
+    def forward(self, z, first=None, of=vit_block.WrittenBlock.forward):
+        shapes.add((z.shape, first, z.requires_grad, torch.is_grad_enabled()))
+        return of(self, z, first)
+
+    monkeypatch.setattr(vit_block.WrittenBlock, "forward", forward)
+    e = tiny("depthfl", backbone=few_blocks(monkeypatch, "depthfl"), num_clients=20, num_train=120, evaluate_every=0)
+    rounds(e.replace(clients_per_round=9, rounds=6), "cpu")
+    assert traced["stats"]["unique_graphs"] < len(shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_compiler_of_pytorch_has_the_same_numbers(traced, monkeypatch):
+    monkeypatch.setattr(vit_block, "COMPILER", "inductor")
+    e = tiny("reefl", backbone=few_blocks(monkeypatch, "reefl"), finetune="lora", rounds=1)
+    there, start = rounds(e, "cpu")
+    monkeypatch.setenv(VARIABLE, "0")
+    here, _ = rounds(e, "cpu")
+    assert apart(there[-1].server, here[-1].server, start) < 1e-4
+
+
+def test_only_where_it_is_asked_for_and_nothing_counts_operations(traced, monkeypatch):
+    spec, z = ViTSpec(dim=8, heads=2, ffn_dim=16), torch.randn(1, 2, 5, 8)
+    block, plain = swap_in_(Block(spec)), Block(spec)
+    with FlopCounterMode(display=False) as one, torch.no_grad():
+        block(z)
+    with FlopCounterMode(display=False) as other, torch.no_grad():
+        plain(z)
+    assert one.get_total_flops() == other.get_total_flops() > 0 == traced["stats"]["unique_graphs"]
+    monkeypatch.delenv(VARIABLE)
+    swap_in_(Block(spec))(z)
+    assert not traced["stats"]["unique_graphs"]

@@ -161,6 +161,18 @@ def test_steps_that_are_recorded_end_with_the_numbers_of_steps_that_are_taken(me
     assert all(made) and bool(made) == (method not in ("fjord", "fiarse"))  # these train another part in each step
 
 
+@pytest.mark.skipif(DEVICES == ["cpu"], reason="slow on a CPU, where kernels/test_vit_block.py runs it")
+@pytest.mark.parametrize("method", ["reefl", "fedepth", "flora"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_blocks_end_with_the_numbers_of_others(method, precision, monkeypatch):
+    e = tiny(method, backbone=few_blocks(monkeypatch, method), precision=precision)
+    plain, start = rounds(e, DEVICES[-1])
+    monkeypatch.setenv(VARIABLE, "compiled")
+    compiled, _ = rounds(e, DEVICES[-1])
+    assert apart(plain[-1].server, compiled[-1].server, start) <= NEAR.get(precision, APART["cuda"])
+
+
 @pytest.mark.parametrize("policy", ["batch", "tracked", "static", "local"])
 @pytest.mark.parametrize("method", ["cafedistill", "scalefl", "fedepth", "heterofl", "fedpac"])
 def test_so_do_convolutions_under_every_kind_of_batch_norm(method, policy, device):

@@ -110,7 +110,8 @@ def plot_slide(
     for g, part in enumerate(figure.subfigures(1, groups, wspace=0.03, squeeze=False)[0]):
         axes[:, g] = part.subplots(rows, wide, squeeze=False)
         own = [e + 1 for e in range(exits) if e * groups // exits == g]
-        part.suptitle(_exits_text(own) if groups > 1 else "", fontsize=10)
+        said = f"first right at exit{'s' * (len(own) > 1)} {'–'.join(map(str, sorted({*own[:1], *own[-1:]})))}"
+        part.suptitle((said if own else "no exit") if groups > 1 else "", fontsize=10)
         for row, i in zip(axes[:, g], chosen[:, g].tolist(), strict=True):
             for ax, name in zip(row, (None, *maps), strict=True):
                 ax.set(xticks=[], yticks=[])
@@ -123,11 +124,6 @@ def plot_slide(
         found = next((i for i in line if i >= 0), None)
         row.set_ylabel(plain(classes[labels[found]]) if found is not None else "", fontsize=9)
     return axes
-
-
-def _exits_text(exits: Sequence[int]) -> str:
-    ends = "–".join(map(str, sorted({*exits[:1], *exits[-1:]})))
-    return f"first right at exit{'s' * (len(exits) > 1)} {ends}" if exits else "no exit"
 
 
 def browse(images: Sequence[np.ndarray], attention: Attention, titles: Sequence[str]):
