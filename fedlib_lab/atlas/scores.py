@@ -133,14 +133,14 @@ def own_methods(path: Path) -> list[str]:
 
 
 def best_rates(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a row per method of a table of rates (``Table.frame``, a column per rate): its held-out scores, the best.
+    """Return a row per method of a table of rates (``Table.frame``): its held-out scores, the best.
 
-    Scores are in percent. ``best``: the column of the highest, the smaller rate where two are equal; None where one
-    that the row tries is missing. ``minutes``: what its search took.
+    Scores are in percent, columns named ``lr_<rate>`` by rate. ``best``: the column of the highest, the smaller rate
+    where two are equal; None where one that the row tries is missing. ``minutes``: what its search took.
     """
     cells = frame.groupby(["label", "column"], sort=False)
     rows, tries = cells[["local", "seconds"]].mean().unstack(), cells.size().unstack()
-    scores = rows["local"][list(dict.fromkeys(frame.column))]
+    scores = rows["local"][sorted(set(frame.column), key=lambda name: float(name.rpartition("_")[2]))]
     best = scores.fillna(-1).idxmax(axis=1).where((scores.notna() | tries[scores.columns].isna()).all(axis=1))
     return scores.assign(best=best, minutes=rows["seconds"].sum(1) / 60).rename(index=label_of).round(2).reset_index()
 

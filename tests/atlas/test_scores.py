@@ -115,10 +115,12 @@ def test_both_worlds_and_the_control_stand_in_the_map_s_table():
 
 def test_the_best_of_all_rates_that_a_row_was_given():
     rows = [("a", "lr_1", 20.0, 60), ("a", "lr_2", 30.0, 60), ("b", "lr_1", 40.0, 30), ("b", "lr_2", 40.0, 30),
-            ("c", "lr_1", 50.0, 6), ("c", "lr_2", None, 0), ("d", "lr_1", 9.0, 6)]  # fmt: skip
+            ("c", "lr_1", 50.0, 6), ("c", "lr_2", None, 0), ("d", "lr_1", 9.0, 6), ("e", "lr_2", 7.0, 6),
+            ("e", "lr_0.5", 7.0, 6), ("e", "lr_1", 6.0, 6)]  # fmt: skip
     found = best_rates(pd.DataFrame(rows, columns=["label", "column", "local", "seconds"])).set_index("label")
     assert found.best.tolist()[:2] == ["lr_2", "lr_1"] and pd.isna(found.best["c"])  # of equal ones the smaller rate
-    assert found.minutes.tolist() == [2, 1, 0.1, 0.1] and found["lr_2"].tolist()[:2] == [30, 40]
+    assert found.best["e"] == "lr_0.5" and list(found)[:3] == ["lr_0.5", "lr_1", "lr_2"]  # though others had no 0.5
+    assert found.minutes.tolist() == [2, 1, 0.1, 0.1, 0.3] and found["lr_2"].tolist()[:2] == [30, 40]
     assert found.best["d"] == "lr_1" and pd.isna(found["lr_2"]["d"])  # which is asked of other rows alone
 
 
