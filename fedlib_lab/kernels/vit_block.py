@@ -246,7 +246,7 @@ def compiled() -> Callable[..., torch.Tensor]:
 
     Sizes of cohorts and batches are left open; so are, from now on, those of any module's tensors in this process.
     """
-    config = torch._dynamo.config
+    config, torch._inductor.config.compile_threads = torch._dynamo.config, 1  # others would be waited for after a fork
     config.recompile_limit = max(64, config.recompile_limit)
     config.force_parameter_static_shapes = config.force_nn_module_property_static_shapes = False
     return torch.compile(Block.forward, backend=COMPILER)
