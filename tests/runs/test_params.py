@@ -275,7 +275,6 @@ UNFINISHED: set[str] = {
     "cafedistill",
     "fedepth/compute",
     "fedepth/figure2",
-    "fedepth/horizon",
     "raffm/dose",
     "scalefl",
 }
