@@ -3,10 +3,13 @@
 import os
 from functools import cache
 
+import torch
+
 from fedlib.core.validation import check_known
 
 VARIABLE = "FEDLIB_KERNELS"
-NAMES, ASKED = ("products", "vit_block"), ("graphs", "compiled")  # on by default, and where the variable names them
+COMPILES = torch.__version__ >= (2, 15)  # 2.11 compiles blocks to other gradients; what lies between was not tried
+NAMES, ASKED = ("products", "vit_block"), ("graphs", *["compiled"] * COMPILES)  # on by default, and on request
 
 
 def is_on(name: str) -> bool:
@@ -17,5 +20,5 @@ def is_on(name: str) -> bool:
 @cache
 def _named(value: str) -> frozenset[str]:
     names = [] if value.strip() in ("", "0") else [word.strip() for word in value.split(",")]
-    check_known(names, NAMES + ASKED, f"{VARIABLE} = {value!r}: no kernel is called {{}}")
+    check_known(names, NAMES + ASKED, f"{VARIABLE} = {value!r}: PyTorch {torch.__version__} has no kernel {{}}")
     return frozenset(names)

@@ -234,10 +234,9 @@ class WrittenBlock(Block):
     """A block that runs as one operation where it can."""
 
     def forward(self, z: torch.Tensor, first: int | None = None) -> torch.Tensor:
-        if (out := run(self, z, first)) is None:
-            may_compile = is_on("compiled") and not is_in_torch_dispatch_mode()
-            out = (compiled() if may_compile else Block.forward)(self, z, first)
-        return out
+        if (out := run(self, z, first)) is not None:
+            return out
+        return (compiled() if is_on("compiled") and not is_in_torch_dispatch_mode() else Block.forward)(self, z, first)
 
 
 @cache

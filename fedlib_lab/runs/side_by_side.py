@@ -232,8 +232,7 @@ class _Stream(io.RawIOBase):
     def __init__(self, name: str, send: Callable[[News], None]):
         self.name, self.send = name, send
 
-    def writable(self) -> bool:
-        return True
+    writable = lambda _: True  # noqa: E731
 
     def write(self, text: Any) -> int:
         self.send(News(self.name, (bytes(text).decode(),)))

@@ -183,7 +183,7 @@ def test_the_switch_names_kernels(monkeypatch):
             monkeypatch.setenv(VARIABLE, value)
         assert sum(map(switch.is_on, switch.NAMES)) == on
     monkeypatch.setenv(VARIABLE, "product")
-    with pytest.raises(ValueError, match="no kernel is called 'product'; did you mean 'products'"):
+    with pytest.raises(ValueError, match="has no kernel 'product'; did you mean 'products'"):
         switch.is_on("products")
 
 

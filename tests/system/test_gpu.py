@@ -23,7 +23,7 @@ from fedlib.engine.cohort import Cohort
 from fedlib.engine.optimisers import LocalOptimiser
 from fedlib.methods import METHODS
 from fedlib.methods.sliced.depthfl import DepthFL
-from fedlib_lab.kernels import repeated
+from fedlib_lab.kernels import repeated, switch
 from fedlib_lab.kernels.switch import VARIABLE
 from fedlib_lab.rivals.ranks import Ranks
 from fedlib_lab.runs.checkpoints import Checkpoints
@@ -162,6 +162,7 @@ def test_steps_that_are_recorded_end_with_the_numbers_of_steps_that_are_taken(me
 
 
 @pytest.mark.skipif(DEVICES == ["cpu"], reason="slow on a CPU, where kernels/test_vit_block.py runs it")
+@pytest.mark.skipif(not switch.COMPILES, reason="this PyTorch compiles blocks to other gradients")
 @pytest.mark.parametrize("method", ["reefl", "fedepth", "flora"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.filterwarnings("ignore")
