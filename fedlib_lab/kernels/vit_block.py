@@ -25,7 +25,7 @@ from fedlib.models.vit import MLP, Attention, Block
 from .products import heads_multiplier, matmul
 from .switch import is_on
 
-Tensors, COMPILER = Sequence[torch.Tensor | None], "inductor"
+Tensors = Sequence[torch.Tensor | None]
 
 
 def may_stand_in(x: torch.Tensor, modules: Iterable[nn.Module]) -> bool:
@@ -248,7 +248,7 @@ def compiled() -> Callable[..., torch.Tensor]:
     config, torch._inductor.config.compile_threads = torch._dynamo.config, 1  # others would be waited for after a fork
     config.recompile_limit = max(64, config.recompile_limit)
     config.force_parameter_static_shapes = config.force_nn_module_property_static_shapes = False
-    return torch.compile(Block.forward, backend=COMPILER)
+    return torch.compile(Block.forward)
 
 
 def run(block: Block, z: torch.Tensor, first: int | None = None) -> torch.Tensor | None:

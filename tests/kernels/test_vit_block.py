@@ -1,6 +1,7 @@
 """A block's backward written out against the same block as modules under PyTorch's autograd, and its attention by hand."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -362,7 +363,7 @@ def traced(monkeypatch):
     if not switch.COMPILES:
         pytest.skip(f"PyTorch {torch.__version__} compiles blocks to other gradients")
     monkeypatch.setenv(VARIABLE, "compiled")
-    monkeypatch.setattr(vit_block, "COMPILER", "eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     vit_block.compiled.cache_clear()
     torch._dynamo.reset()
     counters.clear()
@@ -404,7 +405,7 @@ def test_cohorts_of_other_sizes_compile_nothing_anew(traced, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_compiler_of_pytorch_has_the_same_numbers(traced, monkeypatch):
-    monkeypatch.setattr(vit_block, "COMPILER", "inductor")
+    monkeypatch.setattr(torch, "compile", torch.compile.func)
     e = tiny("reefl", backbone=few_blocks(monkeypatch, "reefl"), finetune="lora", rounds=1)
     there, start = rounds(e, "cpu")
     monkeypatch.setenv(VARIABLE, "0")
